@@ -77,7 +77,10 @@ def givens(names: Iterable[str], *, rank: int) -> dict[str, Any]:
         "rank": lambda: rank,
         "evaluate": lambda: lambda module: loss_of(module, _batches(rank)[0]),
         "checkpoints": lambda: Checkpoints("run/checkpoints"),
-        "average": lambda: {p: p.detach().clone() for group in optimizer.param_groups for p in group["params"]},
+        **{
+            name: lambda: {p: p.detach().clone() for group in optimizer.param_groups for p in group["params"]}
+            for name in ("average", "slow")
+        },
         "averaged": lambda: torch.optim.swa_utils.AveragedModel(GivenModel()),
         "inference": lambda: SimpleNamespace(load_weights=dict),
         "cross_entropy": lambda: nn.functional.cross_entropy,

@@ -119,3 +119,25 @@ def test_a_state_that_was_made_on_the_meta_device_is_one_line() -> None:
     (refused,) = run_ranks(adagrad_on_meta, num_ranks=1)
     assert "made its state when it was made, on the meta device" in refused
     assert "make it after shardwise.prepare" in refused
+
+
+class Around(torch.optim.Optimizer):
+    """As many a Lookahead: it shares the groups of the optimizer inside, and torch's __init__ is not called."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups, self.state, self.defaults = inner, inner.param_groups, inner.state, {}
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
+def around(rank: int, strategy: str) -> str:
+    model = torch.nn.Linear(4, 4)
+    optimizer = Around(torch.optim.SGD(model.parameters(), lr=0.1))
+    return line(lambda: shardwise.prepare(model, optimizer, Plan(strategy=strategy)))
+
+
+def test_an_optimizer_around_another_one_is_refused_and_names_the_way() -> None:
+    for strategy in ("ddp", "fsdp"):
+        (refused,) = run_ranks(around, num_ranks=1, args=(strategy,))
+        assert refused.endswith("give the inner one to shardwise.prepare; docs/engine.md shows how")

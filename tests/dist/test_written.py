@@ -427,3 +427,64 @@ def test_a_schedule_free_optimizer_trains_and_evaluates_as_in_one_process(strate
                 assert all(torch.equal(one[name], value) for name, value in other.items())
             else:
                 assert one == other
+
+
+# Optimizers around another one, as docs/engine.md shows
+
+
+def on_slices(model: Any, write: Callable[[Any], None], optimizer: Optimizer) -> None:
+    with shardwise.edit(model), torch.no_grad():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                write(parameter)
+
+
+def wrapped(rank: int, strategy: str | None, kind: str) -> dict[str, Tensor]:
+    """Four steps of SAM or Lookahead around SGD; without a strategy in one process, of two ranks' batches."""
+    torch.manual_seed(3)
+    model, batch = MODELS["gpt"]()
+    optimizer = sgd(model.parameters())
+    if strategy is not None:
+        shardwise.prepare(model, optimizer, Plan(strategy=strategy))
+
+    def backward(step: int) -> None:
+        for each in range(2) if strategy is None else [rank]:
+            (cross_entropy(model, batch(step, each)) / (2 if strategy is None else 1)).backward()
+
+    def write(change: Callable[[Any], None]) -> None:
+        if strategy is not None:
+            on_slices(model, change, optimizer)
+        else:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    change(parameter)
+
+    kept: dict[Any, Tensor] = {}
+    write(lambda p: kept.update({p: p.clone()}))
+    for step in range(4):
+        backward(step)
+        if kind == "sam":
+            if strategy is None:
+                norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+            else:
+                norm = shardwise.clip_grad_norm_(model, float("inf"))
+            scale = 0.05 / (norm.item() + 1e-12)
+            write(lambda p: kept.update({p: p.clone()}))
+            write(lambda p, scale=scale: p.add_(p.grad, alpha=scale) if p.grad is not None else None)
+            optimizer.zero_grad()
+            backward(step)
+            write(lambda p: p.copy_(kept[p]))
+        optimizer.step()
+        optimizer.zero_grad()
+        if kind == "lookahead" and step % 2:
+            write(lambda p: p.copy_(kept[p].lerp_(p, 0.5)))
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("kind", ["sam", "lookahead"])
+def test_sam_and_lookahead_around_a_prepared_optimizer_are_those_of_one_process(kind: str) -> None:
+    (expected,) = run_ranks(wrapped, num_ranks=1, args=(None, kind))
+    for strategy in ("ddp", "zero1", "zero2", "fsdp"):
+        for found in run_ranks(wrapped, num_ranks=2, args=(strategy, kind)):
+            for name, weight in expected.items():
+                torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=1e-6)

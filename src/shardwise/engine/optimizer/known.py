@@ -55,6 +55,11 @@ def check_optimizer(optimizer: Optimizer, *, stepped: Mapping[int, Stepped]) -> 
                 f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the model's: "
                 "give it an optimizer of its own"
             )
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise InvalidPlan(
+            f"{name_of(optimizer)} was made without torch.optim.Optimizer.__init__: if it is around another optimizer "
+            "(Lookahead), give the inner one to shardwise.prepare; docs/engine.md shows how"
+        )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise InvalidPlan(
             "SparseAdam steps sparse gradients, and ranks add up dense ones: use Adam or SGD for these parameters"
@@ -116,7 +121,7 @@ def check_reach(optimizer: Optimizer, *, verdicts: Mapping[int, Verdict]) -> Non
             raise InvalidPlan(
                 f"{name_of(optimizer)} could not be tried on a small tensor ({verdict.why}), and under this plan ranks "
                 "hold slices: use strategy = 'ddp', or say prepare(…, any_optimizer=True) if it updates each element "
-                "by itself"
+                "by itself; of one around another (SAM, Lookahead) prepare the inner one, as docs/engine.md shows"
             )
         raise InvalidPlan(
             f"{name_of(optimizer)} looks at all parameters together in its update (tried on small tensors, together "
