@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from shardwise.engines import clip_grad_norm_
 from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.integrations.asked_plan import asked_plan, refuse_capture
+from shardwise.integrations.loss_parameters import announce_loss
 from shardwise.integrations.prepared_models import PreparedModels
 from shardwise.integrations.tested_versions import warn_if_untested
 from shardwise.plan import Plan
@@ -89,6 +90,11 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
             inner = inner.optimizer
         self._prepared.adopt(inner)
         return super().prepare_optimizer(optimizer, device_placement)
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        for model in self._prepared:
+            announce_loss(model, loss)
+        super().backward(loss, **options)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Any:
         """Clip by the norm of the whole gradient, and return it, the same on every rank. Collective."""

@@ -21,6 +21,7 @@ from shardwise.engine.protocol import find_engine
 from shardwise.engines import capture, whole
 from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.integrations.hf_accelerator import ShardwiseAccelerator
+from shardwise.integrations.loss_parameters import hold_loss_parameters, without_loss_parameters
 from shardwise.integrations.tested_versions import warn_if_untested
 from shardwise.integrations.trainer_arguments import checked_plan
 from shardwise.integrations.trainer_auto import solved_plan
@@ -52,6 +53,8 @@ class ShardwiseMixin:
         self._whole_of: tuple[Any, Any] = (None, None)
         self._grad_norm: Any = None
         super().__init__(*arguments, **options)
+        # sentence-transformers' trainers have losses that are modules.
+        hold_loss_parameters(self.model, getattr(self, "loss", None))
 
     @property
     def plan(self) -> Plan:
@@ -86,12 +89,14 @@ class ShardwiseMixin:
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         if self._whole_step is not None:
             return self._grad_norm
-        return self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
+        return self.accelerator.clip_grad_norm_(without_loss_parameters(model), self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         if grad_norm is None and self._whole_step is not None:
             return self._grad_norm
-        return self.accelerator.clip_grad_norm_(model.parameters(), float("inf")) if grad_norm is None else grad_norm
+        if grad_norm is not None:
+            return grad_norm
+        return self.accelerator.clip_grad_norm_(without_loss_parameters(model), float("inf"))
 
     # Captured steps
 

@@ -120,6 +120,9 @@ class StepHooks(Generic[UnitT]):
         self.grads = {unit: UnitGrads(unit, hooks=self) for unit in modules}
         self.in_backward = False
         self.handles: list[Any] = []
+        self._root = next(iter(modules))
+        # The backward, by torch's number of it, in which a training forward of the whole model runs; -1 outside of one.
+        self._task = -1
         self._calls: dict[UnitT, int] = {}
         self._begun: set[tuple[UnitT, int]] = set()
 
@@ -142,6 +145,17 @@ class StepHooks(Generic[UnitT]):
         for grads in self.grads.values():
             grads._hooked.clear()
             grads._begins.clear()
+
+    def repeats(self, unit: UnitT) -> bool:
+        """Return whether a forward of the unit that runs now is a recomputation, and no part of a step.
+
+        A backward in which this model has no part yet may run a training forward of all of it, and a backward inside,
+        from a hook: a loss that has cached the gradients of embeddings.
+        """
+        task = torch._C._current_graph_task_id()
+        if unit is self._root and not self.in_backward and torch.is_grad_enabled():
+            self._task = task
+        return task != -1 and (self.in_backward or task != self._task)
 
     def begin_forward(self, unit: UnitT) -> None:
         """Begin a call of a unit, with or without gradients."""
@@ -241,7 +255,7 @@ def recomputing() -> bool:
 # torch.compile would compile a unit's hooks along with its forward.
 @_disable_dynamo
 def _before_forward(hooks: StepHooks[UnitT], unit: UnitT, module: nn.Module, inputs: Any) -> None:
-    if recomputing():
+    if hooks.repeats(unit):
         hooks.listener.recompute(unit)
     else:
         hooks.begin_forward(unit)
@@ -256,7 +270,7 @@ def _after_forward(
     inputs: Any,
     output: Any,
 ) -> None:
-    if recomputing():
+    if hooks.repeats(unit):
         return
     if not torch.is_grad_enabled():
         hooks.listener.without_gradients(unit, begins=False)

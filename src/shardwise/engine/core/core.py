@@ -166,6 +166,11 @@ class Core:
         """Let code that runs backward by itself call parts of the model, inside a block."""
         return PartCalls(self._runner).watched()
 
+    def announce(self, loss: Tensor) -> None:
+        """Let the backward of the forward that has run begin at `loss`, before parameters that only the loss uses."""
+        if self._runner.forwards and loss.grad_fn is not None:
+            self._runner.hooks.announce_outputs(loss, self._runner.root)
+
     # Around an update
 
     def before_step(self) -> None:
