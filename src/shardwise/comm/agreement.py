@@ -65,9 +65,21 @@ def on_each_rank(
     return [theirs for theirs, _ in everyone]
 
 
+def together(action: Callable[[], T]) -> T:
+    """Return this rank's result of `action`; raise on all ranks if it fails on one, with whatever error. Collective."""
+    results: list[T] = []
+    on_each_rank(lambda: results.append(action()), catches=Exception, describe=_in_one_line)
+    return results[0]
+
+
+def _in_one_line(error: Exception) -> str:
+    said = (str(error).splitlines() or [""])[0]
+    return said if isinstance(error, ShardwiseError) else f"{type(error).__name__}: {said}"
+
+
 def agree(describe: Callable[[], str], *, what: str) -> None:
     """Raise on every rank unless all describe the same thing, or if one cannot describe it. Collective."""
-    everyone = on_each_rank(describe)
+    everyone = on_each_rank(describe, catches=Exception, describe=_in_one_line)
     for rank, other in enumerate(everyone):
         if other != everyone[0]:
             difference = _difference(everyone[0], other)

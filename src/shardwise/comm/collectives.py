@@ -86,7 +86,7 @@ class BackendCollectives:
         name = group.log.note(buffer)
         own = own_slice(buffer, group=group) if own is None else own
         gather = getattr(group.handle, _ALL_GATHER)
-        return NotedWork(gather(_in_reals(buffer), _in_reals(own), self._gathers), name)
+        return NotedWork(gather(as_moved(buffer), as_moved(own), self._gathers), name)
 
     def reduce_scatter(self, buffer: Tensor, *, group: Group, own: Tensor | None = None) -> Work:
         if buffer.device.type == "cpu":
@@ -103,7 +103,7 @@ class BackendCollectives:
 
     def broadcast(self, buffer: Tensor, *, source: int, group: Group) -> Work:
         name = group.log.note(buffer)
-        work: Work = dist.broadcast(buffer, src=group.ranks[source], group=group.handle, async_op=True)
+        work: Work = dist.broadcast(as_moved(buffer), src=group.ranks[source], group=group.handle, async_op=True)
         return NotedWork(work, name)
 
     def all_to_all(
@@ -113,6 +113,17 @@ class BackendCollectives:
         sizes = list(received_sizes), list(sent_sizes)
         work: Work = dist.all_to_all_single(received, sent, *sizes, group=group.handle, async_op=True)
         return NotedWork(work, name)
+
+
+# What every backend can send; complex numbers are sent as pairs of reals.
+_SENT = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8)
+
+
+def as_moved(buffer: Tensor) -> Tensor:
+    """View a contiguous tensor that is only copied to other ranks as numbers that every backend can send."""
+    if buffer.is_complex() or buffer.dtype in _SENT:
+        return _in_reals(buffer)
+    return buffer.view(-1).view(torch.uint8)
 
 
 def _in_reals(buffer: Tensor) -> Tensor:

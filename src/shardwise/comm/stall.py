@@ -17,7 +17,9 @@ will never come to it.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwise.comm.rank_progress import EVALUATION, NO_GRAD_FORWARD, Standing
+from shardwise.comm.rank_progress import BACKWARD, BETWEEN_STEPS, EVALUATION, FORWARD, NO_GRAD_FORWARD, Standing
+
+_UNEVEN = "; where a rank's data end before those of others, use `for batch in shardwise.join(model, loader):`"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +118,8 @@ def _describe(stopped: Sequence[Standing], *, why: str, where: str, waiting: Seq
         f"{_ranks(stopped)} stopped ({why}): {where}; {_ranks(waiting)} waiting in {_operation(other)}, "
         f"step {other.step}, {other.phase}"
     )
+    if stopped[0].phase == BETWEEN_STEPS and other.phase in (FORWARD, BACKWARD):
+        text += _UNEVEN
     return Stall(rank=stopped[0].rank, text=text)
 
 

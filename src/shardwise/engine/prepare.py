@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.comm.agreement import agree
+from shardwise.comm.agreement import agree, together
 from shardwise.comm.collectives import BackendCollectives, Collectives
 from shardwise.comm.groups import mesh_groups
 from shardwise.comm.join import join_job
@@ -101,7 +101,7 @@ def prepare_on_ours(
         ),
         what="plans, models or optimizers",
     )
-    take_apart(model)
+    together(partial(take_apart, model))
     setting = CoreSetting(
         spec=model_spec(model, policy=plan.units),
         plan=plan,
@@ -124,8 +124,8 @@ def prepare_on_ours(
     engine = _engine(model, setting=setting, any_optimizer=any_optimizer, compare_every=compare_every, weights=weights)
     for one in optimizers:
         engine.owned.adopt(one, owned=owned)
-    engine.attach()
-    engine.undo = wrap_units(model, units=engine.core.units, plan=plan, device=chosen)
+    together(engine.attach)
+    engine.undo = together(partial(wrap_units, model, units=engine.core.units, plan=plan, device=chosen))
     if watch_seconds:
         # An error that names the way out comes before the watchdog ends the job.
         engine.core.evaluation.patience_seconds = 0.9 * watch_seconds

@@ -24,8 +24,15 @@ def test_the_rank_that_is_behind_is_named_with_what_the_others_wait_in() -> None
     assert stall == Stall(
         rank=2,
         text="rank 2 stopped (has issued nothing for 12 s): step 4, between steps, after update (root); "
-        "ranks 0, 1 waiting in gather blocks.1, step 4, forward",
+        "ranks 0, 1 waiting in gather blocks.1, step 4, forward; where a rank's data end before those of others, use "
+        "`for batch in shardwise.join(model, loader):`",
     )
+
+
+def test_data_that_end_early_are_not_suspected_of_a_rank_that_stopped_in_its_step() -> None:
+    stall = found([*RANKS[:2], replace(STOPPED, phase="forward", last="forward blocks.0")])
+    assert stall is not None
+    assert "shardwise.join" not in stall.text
 
 
 def test_nobody_is_named_before_the_limit() -> None:

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise.comm.agreement import together
 from shardwise.comm.collectives import Collectives
 from shardwise.comm.groups import mesh_groups
 from shardwise.engine.core.broadcast import fill
@@ -79,7 +80,7 @@ def make_core(
     Also returns the parameters that an optimizer may hold, with their places: those of the model, and those that were
     on the meta device and have been replaced.
     """
-    units = make_units(model, setting=setting)
+    units = together(lambda: make_units(model, setting=setting))
     flats = [flat for unit in units.values() for flat in unit.flats]
     before = [(flat, index, parameter) for flat in flats for index, parameter in enumerate(flat.params)]
     fill(model, flats=flats, groups=setting.groups, device=setting.device, weights=weights, on_filled=on_filled)

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise.comm.collectives import as_moved
 from shardwise.comm.groups import MeshGroups
 from shardwise.comm.issued import CollectiveName
 from shardwise.engine.core.core_setting import CoreSetting
@@ -52,7 +53,7 @@ def fill(
             assert parameter is not None
             flat, index = places[id(old)]
             value = given.value_of(old, default=parameter.detach().to(device).contiguous())
-            dist.broadcast(value, src=0, group=everyone)
+            dist.broadcast(as_moved(value), src=0, group=everyone)
             flat.fill(index, value)
             if on_filled is not None:
                 on_filled(flat, index, parameter, module)
@@ -63,7 +64,7 @@ def fill(
             value = buffer.to(device).contiguous()
             # A copy: the module changes its buffers, and the weights may be somebody's.
             value.copy_(given.value_of(old_buffer, default=value))
-            dist.broadcast(value, src=0, group=everyone)
+            dist.broadcast(as_moved(value), src=0, group=everyone)
             module._buffers[name] = value
     if weights is not None:
         given.raise_alike()
@@ -97,8 +98,8 @@ class GivenWeights:
             if found.shape != default.shape:
                 raise InvalidData(f"{name} has shape {tuple(found.shape)} there, {tuple(default.shape)} in the model")
             return found.detach().to(default.device, default.dtype).contiguous()
-        except (ShardwiseError, OSError) as error:
-            self._failure = str(error)
+        except Exception as error:
+            self._failure = str(error) if isinstance(error, ShardwiseError | OSError) else repr(error)
             return default
 
     def raise_alike(self) -> None:

@@ -1,12 +1,14 @@
 """Refuses models that this engine cannot run, before they are changed."""
 
 import sys
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardwise.comm.dtensor import dtensor_types
@@ -34,6 +36,8 @@ def check_model(model: nn.Module, *, plan: Plan) -> None:
                 "`with shardwise.whole(model, write=True):`"
             )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(tensor):
+            raise InvalidModel(f"{name} has no shape yet (a lazy module): run the model once before shardwise.prepare")
         can_be_taken_apart = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
         check_tensor(name, tensor, can_be_taken_apart=can_be_taken_apart)
         if hasattr(tensor, "_touched"):
@@ -41,11 +45,37 @@ def check_model(model: nn.Module, *, plan: Plan) -> None:
                 f"{name} is part of another model that has been through shardwise.prepare: prepare both at once, in "
                 "nn.ModuleDict({'one': …, 'other': …}), and call each as before"
             )
+    _check_memory(model)
     check_precision(model, plan=plan)
+
+
+def _check_memory(model: nn.Module) -> None:
+    """Refuse trained parameters with elements that are the same memory: each gets a place of its own in a buffer."""
+    spans: list[tuple[int, int, str]] = []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad or parameter.is_meta or not parameter.numel():
+            continue
+        extents = zip(parameter.shape, parameter.stride(), strict=True)
+        num_places = 1 + sum((size - 1) * stride for size, stride in extents)
+        if num_places < parameter.numel():
+            raise InvalidModel(f"elements of {name} share memory (expand, as_strided): clone() it before prepare")
+        if num_places == parameter.numel():
+            start = parameter.data_ptr()
+            spans.append((start, start + num_places * parameter.element_size(), name))
+    for (_, end, name), (start, _, other) in pairwise(sorted(spans)):
+        if start < end:
+            raise InvalidModel(
+                f"{name} and {other} share memory without being one parameter, and would be trained apart: assign one "
+                "nn.Parameter to both places (tied), or clone() one"
+            )
 
 
 def check_tensor(name: str, tensor: torch.Tensor, *, can_be_taken_apart: bool = False) -> None:
     """Refuse a tensor that cannot be put into a flat buffer."""
+    if tensor.layout is not torch.strided:
+        raise InvalidModel(
+            f"{name} is {str(tensor.layout).removeprefix('torch.')}, and cannot be sharded: use a dense one"
+        )
     if isinstance(tensor, dtensor_types()):
         raise InvalidModel(
             f"{name} is a DTensor (fully_shard, tensor parallel): shardwise.prepare takes the model as it was before, "
