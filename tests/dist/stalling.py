@@ -72,9 +72,11 @@ def main(fault: str, strategy: str, watch_seconds: str) -> None:
         if step == 4 and fault == "pause":
             time.sleep(2 * float(watch_seconds))
         elif step == 4 and os.environ["RANK"] == os.environ.get("WRONG_RANK", "1"):
-            go_wrong(fault.removesuffix(", barrier"), model, wrong, x)
+            go_wrong(fault.partition(",")[0], model, wrong, x)
         if step == 4 and fault.endswith("barrier"):
             torch.distributed.barrier()
+        if step == 4 and fault.endswith("end"):
+            return
         if step == 4 and fault == "evaluation":
             with torch.no_grad():
                 model(x)

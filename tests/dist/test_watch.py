@@ -173,6 +173,20 @@ def test_a_call_on_one_rank_that_needs_all_is_named_by_all_within_seconds(
         assert rank.seconds < WATCH_SECONDS + 5
 
 
+def test_a_call_that_a_rank_has_ended_without_is_named_within_seconds(tmp_path: Path) -> None:
+    waiting, ended = started("forward, end", "fsdp", tmp_path, WRONG_RANK="0")
+    assert re.search(r"rank 0 waits in a forward without gradients .* and rank 1 has ended: call it", waiting.verdict)
+    assert (waiting.code, ended.code) == (EXIT_CODE, 0)
+    assert waiting.seconds < WATCH_SECONDS + 5
+
+
+@pytest.mark.whole
+def test_a_call_that_waits_for_the_rank_with_the_store_says_that_it_has_ended(tmp_path: Path) -> None:
+    ended, waiting = started("forward, end", "fsdp", tmp_path)
+    assert re.search(r"this rank waits in a forward without gradients .*usually rank 0\) has ended", waiting.output)
+    assert (ended.code, waiting.code) == (0, 1)
+
+
 @pytest.mark.parametrize("strategy", ["ddp", *whole("fsdp")])
 def test_a_pause_that_all_ranks_make_ends_no_job(strategy: str, tmp_path: Path) -> None:
     for rank in started("pause", strategy, tmp_path):

@@ -100,7 +100,16 @@ def meet(what: str, *, limit_seconds: float = 60.0) -> None:
     if dist.get_world_size() == 1 or dist.get_backend() == "fake":
         # In a rehearsal (absent.py) no other rank will come.
         return
-    store = dist.distributed_c10d._get_default_store()
+    try:
+        _meet(dist.distributed_c10d._get_default_store(), what, limit_seconds=limit_seconds)
+    except dist.DistNetworkError as error:
+        raise RanksMissing(
+            f"this rank waits in {what}, which needs all ranks, and the process with the job's store (usually rank 0) "
+            "has ended: call it on every rank"
+        ) from error
+
+
+def _meet(store: Store, what: str, *, limit_seconds: float) -> None:
     keys = [f"shardwise/{len(_HELD)}/{rank}" for rank in range(dist.get_world_size())]
     mine = keys[dist.get_rank()]
     store.set(mine, what)

@@ -245,9 +245,9 @@ class Watch:
                 if hurried or idle >= self._quiet_seconds:
                     self._read(idle)
                 self._answered = time.monotonic()
-            if self._in_job():
-                left = PROGRESS.standing(self._rank, idle_seconds=0.0)
-                self._board.write_standing(replace(left, left=True))
+            # Also if the group is destroyed: the others may still wait for this rank, and the store may still be there.
+            left = PROGRESS.standing(self._rank, idle_seconds=0.0)
+            self._board.write_standing(replace(left, left=True))
         self._stopped.set()
 
     def _in_job(self) -> bool:
