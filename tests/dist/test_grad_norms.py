@@ -273,7 +273,7 @@ def clips_by_optimizer(rank: int, strategy: str) -> None:
         total = torch.stack([grad.double().norm() for grad in expected.values()]).norm().item()
         model.blocks[0].norm1.requires_grad_(False)
         optimizers = [adamw(model.blocks[1].parameters()), adamw(model.blocks[0].parameters())]
-        fabric._prepared = PreparedModels(Plan(strategy=strategy), device=lambda: torch.device("cpu"))
+        fabric._prepared = PreparedModels(Plan(strategy=strategy), device=lambda: torch.device("cpu"), choose="")
         fabric._prepared.prepare(model)
         for optimizer in optimizers:
             fabric._prepared.adopt(optimizer)
