@@ -186,6 +186,15 @@ def test_a_case_that_was_mended_stays_equal(what: str) -> None:
     assert found.kind == "equal", found.line
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw fused"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
+def test_a_frozen_parameter_whose_gradient_is_kept_is_stepped_or_refused(strategy: str, optimizer: str) -> None:
+    events = (step(set_to_none=False), Event(kind="freeze", settings={"how": "all", "part": 1}), step(), step())
+    parts = (Part(kind="square"), Part(kind="square"))
+    found = outcome(Case(parts=parts, plan={"strategy": strategy}, events=events, optimizer=optimizer), num_ranks=2)
+    assert found.kind == ("refused" if strategy == "zero2" else "equal"), found.line
+
+
 def test_a_failing_case_is_cut_down_to_what_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     import outcomes as module
 

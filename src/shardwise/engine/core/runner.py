@@ -261,6 +261,8 @@ class Runner:
         # Also what the program expects a forward to have waited for, if there was none.
         self.wait_gathers()
         announce(self.events.update_begins)
+        for unit in self.units.values():
+            unit.begin_update()
         self.cursor.to_owners()
 
     def wait_gathers(self) -> None:

@@ -169,13 +169,19 @@ class Unit:
         if not self.calls:
             self.free()
 
+    def begin_update(self) -> None:
+        """Look for writes to frozen parameters whose gradients were not cleared: fused kernels count none."""
+        for flat in self.flats:
+            if flat.has_gradients and flat not in self.trained_flats and flat.has_grads():
+                flat.writes.lend()
+
     def updated(self) -> list[FlatParams]:
         """Free what an update has made old. Slices of replicated parameters are gathered next.
 
         Returns the buffers of which this rank has the whole master, to be refreshed with those of other units.
         """
         # An optimizer may step what is frozen by now, if its gradient was not cleared.
-        written = [flat for flat in self.flats if flat not in self.trained_flats and flat.writes.counted]
+        written = [flat for flat in self.flats if flat not in self.trained_flats and flat.writes.found]
         stepped = [*self.trained_flats, *written]
         for flat in stepped:
             flat.stage()
