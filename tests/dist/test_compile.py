@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import MODELS, adamw
+from cases import MODELS, adamw, sgd
 from ranks import run_ranks
 from torch._dynamo.utils import counters
 from training import make_collectives
@@ -129,3 +129,34 @@ def copied(rank: int) -> None:
 
 def test_a_copy_of_a_compiled_model_is_not_compiled() -> None:
     run_ranks(copied, num_ranks=1)
+
+
+def compiled_around(rank: int, strategy: str) -> None:
+    """torch.compile of the whole model before prepare, and of the optimizer's step after it."""
+    results = []
+    for with_compile in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, batch = MODELS["gpt"]()
+        if with_compile:
+            model = torch.compile(model, backend="eager")
+        optimizer = sgd(model.parameters())
+        prepared, _ = shardwise.prepare(model, optimizer, Plan(strategy=strategy))
+        assert prepared is model
+        if with_compile:
+            optimizer.step = torch.compile(optimizer.step, backend="eager")
+        losses = losses_of(model, optimizer, batch, rank)
+        state = shardwise.full_state_dict(model)["model"]
+        # torch.compile names parameters so.
+        results.append((losses, {name.removeprefix("_orig_mod."): value for name, value in state.items()}))
+    assert counters["frames"]["ok"] > 0
+    torch._dynamo.reset()
+    (losses, plain), (other, compiled) = results
+    assert losses == other
+    assert plain.keys() == compiled.keys()
+    assert all(torch.equal(compiled[name], value) for name, value in plain.items())
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", *whole("ddp", "zero2")])
+def test_a_model_compiled_before_prepare_and_a_compiled_step_train_as_they_do_without(strategy: str) -> None:
+    run_ranks(compiled_around, num_ranks=2, args=(strategy,), timeout_seconds=90)

@@ -45,8 +45,8 @@ class Attributes:
     def learn(self) -> None:
         self.num_held = len(self.held)
         names = [name for name in self.held if name not in _OF_EVERY_MODULE]
-        # Two that every module has: with fewer than two, an itemgetter returns no tuple.
-        self.values = itemgetter("training", "training", *names)
+        # Two that every module has, also one of torch.compile: with fewer than two, an itemgetter returns no tuple.
+        self.values = itemgetter("_is_full_backward_hook", "_is_full_backward_hook", *names)
         types = map(type, self.values(self.held))
         self.harmless = _PLAIN_TYPES.union(one for one in types if not issubclass(one, (Tensor, *_CONTAINERS)))
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from shardwise.comm.rank_progress import PROGRESS, UPDATE
@@ -49,8 +50,19 @@ class OptimizerSlices:
             self._rewrite(group, optimizer=optimizer)
         held_weakly = weakref.ref(optimizer)
         closure = StepClosure(lambda: self.before_step(held_weakly()))
-        optimizer.register_step_pre_hook(lambda one, *given: None if is_inside_step(one) else closure.begin(*given))
-        optimizer.register_step_post_hook(lambda one, *_: None if is_inside_step(one) else self._end_step(one, closure))
+
+        # torch.compile(optimizer.step) compiles the update, not what is around it.
+        @_disable_dynamo
+        def begin(one: Optimizer, *given: Any) -> Any:
+            return None if is_inside_step(one) else closure.begin(*given)
+
+        @_disable_dynamo
+        def end(one: Optimizer, *_: Any) -> None:
+            if not is_inside_step(one):
+                self._end_step(one, closure)
+
+        optimizer.register_step_pre_hook(begin)
+        optimizer.register_step_post_hook(end)
         optimizer.zero_grad = partial(self._zero_grad, held_weakly)  # type: ignore[method-assign]
 
     def _rewrite(self, group: dict[str, Any], *, optimizer: Optimizer) -> None:

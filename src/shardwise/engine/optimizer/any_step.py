@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -21,6 +22,7 @@ def watch_optimizers(parameters: OwnedParameters) -> None:
     _PREPARED.add(parameters)
 
 
+@_disable_dynamo
 def _recognise(optimizer: Optimizer) -> None:
     """Adopt an optimizer of a prepared model at its first call. Collective then."""
     for owner in list(_PREPARED):
