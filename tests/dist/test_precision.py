@@ -8,7 +8,8 @@ import torch
 from cases import MODELS, adamw, sgd
 from ranks import run_ranks, shut_down
 from torch import Tensor, nn
-from training import Case, make_collectives, on_ranks
+from torch.nn.utils import parametrizations
+from training import Case, line, make_collectives, on_ranks
 from whole import strategies, whole
 
 import shardwise
@@ -228,3 +229,39 @@ def norms(rank: int, strategy: str) -> None:
 @pytest.mark.parametrize("num_ranks", [4, *whole(2)])
 def test_every_norm_is_of_the_whole_gradient_also_where_a_rank_owns_nothing(strategy: str, num_ranks: int) -> None:
     run_ranks(norms, num_ranks=num_ranks, args=(strategy,))
+
+
+def parametrised(rank: int, strategy: str, precision: str, kind: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(getattr(parametrizations, kind)(nn.Linear(6, 6)) for _ in range(2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    shardwise.prepare(model, optimizer, Plan(strategy=strategy, precision=precision, units="class:ParametrizedLinear"))
+    for step in range(3):
+        inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+        model(inputs).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(shardwise.full_state_dict(model)["model"])
+
+
+@pytest.mark.parametrize("kind", ["spectral_norm", "orthogonal"])
+def test_parametrizations_with_fp32_buffers_compute_in_fp32(kind: str) -> None:
+    """A raw error of torch before: a bf16 weight times an fp32 vector."""
+    expected, _ = run_ranks(parametrised, num_ranks=2, args=("ddp", "fp32", kind))
+    found, other = run_ranks(parametrised, num_ranks=2, args=("fsdp", "bf16", kind))
+    for name, value in expected.items():
+        assert torch.equal(found[name], other[name])
+        torch.testing.assert_close(found[name], value, rtol=0, atol=2e-2)
+
+
+def old_spectral_norm(rank: int) -> None:
+    def prepare(**options: Any) -> nn.Module:
+        model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(6, 6)))
+        return shardwise.prepare(model, None, Plan(strategy="ddp", precision="bf16", **options))[0]
+
+    assert "use torch.nn.utils.parametrizations.spectral_norm" in line(prepare)
+    prepare(keep_fp32=("0",))(torch.ones(2, 6)).sum().backward()
+
+
+def test_the_old_spectral_norm_is_refused_in_half_precision_unless_it_is_kept_in_fp32() -> None:
+    run_ranks(old_spectral_norm, num_ranks=2)

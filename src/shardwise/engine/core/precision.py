@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._pytree import tree_map_only
 
 from shardwise.errors import InvalidPlan
@@ -40,10 +41,17 @@ def attach_casts(model: nn.Module, *, plan: Plan) -> list[Any]:
     if dtype is torch.float32:
         return handles
     for path, module in model.named_modules():
-        if plan.keeps_fp32(path) and not plan.keeps_fp32(path.rpartition(".")[0]):
+        above, _, _ = path.rpartition(".")
+        if not plan.keeps_fp32(above) and (plan.keeps_fp32(path) or _computes_in_fp32(module, of=above, model=model)):
             handles.append(module.register_forward_pre_hook(partial(cast_inputs, torch.float32), with_kwargs=True))
             handles.append(module.register_forward_hook(partial(_cast_back, dtype)))
     return handles
+
+
+def _computes_in_fp32(module: nn.Module, *, of: str, model: nn.Module) -> bool:
+    """Return whether it makes a weight from another one and from fp32 buffers, as spectral_norm does."""
+    is_parametrization = isinstance(model.get_submodule(of), ParametrizationList)
+    return is_parametrization and any(buffer.dtype is torch.float32 for buffer in module.buffers())
 
 
 def check_kept(model: nn.Module, *, spec: ModelSpec, plan: Plan) -> None:

@@ -5,6 +5,7 @@ import warnings
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from shardwise.engine.guards.carried import describe_carried, is_packed
 from shardwise.errors import InvalidModel
@@ -48,6 +49,13 @@ def check_precision(model: nn.Module, *, plan: Plan) -> None:
                 f"{name} is a quantised weight that is stored as {own}, and precision = {plan.precision!r} would "
                 "change its bits: store it as uint8 (bitsandbytes: quant_storage=torch.uint8), or set precision = "
                 "'native'"
+            )
+    for path, module in model.named_modules():
+        hooked = any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values())
+        if hooked and plan.precision != "fp32" and not plan.keeps_fp32(path):
+            raise InvalidModel(
+                f"{path or 'the model'} has torch.nn.utils.spectral_norm, whose buffers stay fp32 under precision = "
+                f"{plan.precision!r}: use torch.nn.utils.parametrizations.spectral_norm, or name it in keep_fp32"
             )
 
 
