@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
 from training import line
 
 import shardwise
@@ -261,3 +262,85 @@ def test_gradients_that_are_edited_before_a_step_are_stepped_in_bf16_too() -> No
     for name, value in plain.items():
         assert torch.equal(ddp[name], zero1[name])
         torch.testing.assert_close(ddp[name], value, rtol=0, atol=1e-3)
+
+
+# torch.func, and steps in hooks
+
+
+def functional(job: Job) -> dict[str, Tensor]:
+    """Values made from the model's own parameters, and gradients per sample of others."""
+    model = make_model()
+    optimizer = sgd(model)
+    job.prepare(model, optimizer)
+    norms = []
+    for step in range(3):
+        for rank, weight in job.parts():
+            halves = {name: 0.5 * parameter for name, parameter in model.named_parameters()}
+            (weight * functional_call(model, halves, (batch(step, rank),)).square().mean()).backward()
+
+            def loss(parameters: dict[str, Tensor], sample: Tensor) -> Tensor:
+                return functional_call(model, parameters, (sample[None],)).sum()
+
+            kept = {name: value.detach() for name, value in halves.items()}
+            grads = vmap(grad(loss), in_dims=(None, 0))(kept, batch(step, 0))
+            norms.append(torch.stack([value.norm() for value in grads.values()]))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {**job.state(model), "norms": norms[-1]}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_functional_call_and_gradients_per_sample_are_those_of_one_process(strategy: str) -> None:
+    assert_as_one_process(functional, Plan(strategy=strategy))
+
+
+def mapped(job: Job) -> dict[str, Tensor]:
+    model = make_model()
+    job.prepare(model, None)
+    vmap(model)(batch(0, 0)).sum().backward()
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "cause"), [("ddp", "torch.func.vmap(model), is not synchronised"), ("fsdp", "torch.func transforms")]
+)
+def test_a_model_that_is_transformed_itself_is_refused_in_those_words(strategy: str, cause: str) -> None:
+    for said in run_ranks(refused, num_ranks=2, args=(mapped, Plan(strategy=strategy))):
+        assert cause in said
+
+
+def steps_in_hooks(job: Job) -> dict[str, Tensor]:
+    model = make_model()
+    job.prepare(model, None)
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda one: optimizers[one].step())
+    model(batch(0, 0)).sum().backward()
+    return {}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_step_in_a_parameters_hook_is_refused_in_those_words(strategy: str) -> None:
+    for said in run_ranks(refused, num_ranks=2, args=(steps_in_hooks, Plan(strategy=strategy))):
+        assert said.startswith("optimizer.step() inside a backward")
+
+
+class Lookahead(torch.optim.SGD):
+    """Keeps slow weights from its making."""
+
+    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
+        super().__init__(parameters, lr=0.1)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["slow"] = parameter.detach().clone()
+
+
+def looks_ahead(job: Job) -> dict[str, Tensor]:
+    model = make_model()
+    job.prepare(model, Lookahead(model.parameters()))
+    return {}
+
+
+def test_an_optimizer_with_state_from_its_making_names_it() -> None:
+    for said in run_ranks(refused, num_ranks=2, args=(looks_ahead, Plan(strategy="zero2"))):
+        assert "keeps slow of parameters from its making" in said
+        assert "prepare the inner one" in said

@@ -252,12 +252,17 @@ def recomputing() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def transforming() -> bool:
+    """Return whether torch.func (vmap, grad, …) transforms what runs: it is not part of a step."""
+    return torch._C._functorch.peek_interpreter_stack() is not None and torch.is_grad_enabled()
+
+
 # torch.compile would compile a unit's hooks along with its forward.
 @_disable_dynamo
 def _before_forward(hooks: StepHooks[UnitT], unit: UnitT, module: nn.Module, inputs: Any) -> None:
     if hooks.repeats(unit):
         hooks.listener.recompute(unit)
-    else:
+    elif not transforming():
         hooks.begin_forward(unit)
 
 
@@ -270,7 +275,7 @@ def _after_forward(
     inputs: Any,
     output: Any,
 ) -> None:
-    if hooks.repeats(unit):
+    if hooks.repeats(unit) or transforming():
         return
     if not torch.is_grad_enabled():
         hooks.listener.without_gradients(unit, begins=False)

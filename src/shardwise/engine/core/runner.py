@@ -27,7 +27,7 @@ from shardwise.engine.core.used import UsedFlags
 from shardwise.errors import InvalidModel
 from shardwise.plan import Plan
 from shardwise.program import StepProgram, Trigger, build, context_of
-from shardwise.program.hooks import StepHooks
+from shardwise.program.hooks import StepHooks, recomputing
 from shardwise.program.rules.demand import agreed
 from shardwise.program.rules.learning import LEARNING
 from shardwise.program.run import Cursor
@@ -256,7 +256,7 @@ class Runner:
         if self.executor.holds_grads:
             raise step_errors.not_reduced_yet()
         if self.hooks.in_backward:
-            raise step_errors.backward_raised()
+            raise step_errors.step_inside_backward() if recomputing() else step_errors.backward_raised()
         self.cursor.before_step()
         # Also what the program expects a forward to have waited for, if there was none.
         self.wait_gathers()

@@ -9,8 +9,8 @@ def backward_without_forward() -> InvalidModel:
     """The error for gradients of a step in which the model itself was not called."""
     return InvalidModel(
         "a backward without a forward of the model since the last step: what another method computes "
-        "(model.training_step(x)) is not synchronised; call the model itself, model(x), or say "
-        "shardwise.forward_method(model, 'training_step') after shardwise.prepare"
+        "(model.training_step(x)), or torch.func.vmap(model), is not synchronised; call the model itself, model(x), "
+        "or say shardwise.forward_method(model, 'training_step') after shardwise.prepare"
     )
 
 
@@ -19,6 +19,14 @@ def forward_called_directly(unit: str) -> InvalidModel:
     return InvalidModel(
         f"{unit}.forward is called directly, which calls no hooks, so that its parameters are not gathered: call the "
         f"module itself, {unit}(…) in place of {unit}.forward(…), or use zero2"
+    )
+
+
+def called_in_transform(name: str) -> InvalidModel:
+    """The error for a sharded parameter that torch.func reads: what it transforms gathers nothing."""
+    return InvalidModel(
+        f"{name} is sharded, and a function that torch.func transforms (vmap, grad, …) reads it: hand the values of "
+        "shardwise.full_state_dict(model)['model'] to torch.func.functional_call, or use zero2"
     )
 
 
@@ -60,6 +68,14 @@ def backward_raised() -> InvalidData:
     return InvalidData(
         "a step right after a backward that raised, whose gradients are not whole: call optimizer.zero_grad() and "
         "begin the step again"
+    )
+
+
+def step_inside_backward() -> InvalidModel:
+    """The error for an optimizer that a hook of a parameter steps."""
+    return InvalidModel(
+        "optimizer.step() inside a backward (in a hook of a parameter), before the ranks have averaged its gradients: "
+        "step after backward; to hold fewer gradients and states use zero2 or fsdp"
     )
 
 

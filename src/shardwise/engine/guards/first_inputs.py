@@ -15,6 +15,7 @@ from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.agreement import exchange
+from shardwise.program.hooks import transforming
 from shardwise.units import called_modules
 
 # Elements of a tensor that are compared, evenly spread, so that no batch of images is copied from a GPU.
@@ -59,7 +60,7 @@ class FirstInputs:
 
     @_disable_dynamo
     def _look(self, module: nn.Module, inputs: Any, options: Any) -> None:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not transforming():
             self._digest = digest((inputs, options))
 
 

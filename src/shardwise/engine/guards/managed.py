@@ -112,7 +112,8 @@ class ManagedParameters:
 
     def _check_added(self) -> None:
         for name, parameter in self._model.named_parameters():
-            if id(parameter) not in self._ids:
+            # torch.func.functional_call lends modules plain tensors for one call; they are not the model's to train.
+            if id(parameter) not in self._ids and isinstance(parameter, nn.Parameter):
                 raise InvalidModel(
                     f"{name} {tuple(parameter.shape)} was added to the model after shardwise.prepare, so that ranks "
                     "would train it apart: call shardwise.extend(model) on every rank, or add it before "

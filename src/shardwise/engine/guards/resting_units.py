@@ -6,10 +6,11 @@ from functools import partial
 from torch import nn
 
 from shardwise.engine.core.flat import FlatParams
-from shardwise.engine.core.step_errors import forward_called_directly
+from shardwise.engine.core.step_errors import called_in_transform, forward_called_directly
 from shardwise.engine.core.step_events import StepEvents
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.guards.guard import ShardedParameter, refuse, rest, runs_forward_of, wake
+from shardwise.program.hooks import transforming
 
 
 def guard_units(events: StepEvents) -> None:
@@ -68,6 +69,8 @@ def _touched(unit: Unit, flat: FlatParams, name: str, is_grad: bool) -> None:
             return
         refuse(name, is_grad=True)
     if unit.sharded and not unit.whole:
+        if transforming():
+            raise called_in_transform(name)
         if runs_forward_of(unit.module):
             raise forward_called_directly(unit.name)
         refuse(name, is_grad=False)

@@ -67,8 +67,9 @@ def check_optimizer(optimizer: Optimizer, *, stepped: Mapping[int, Stepped]) -> 
     for state in optimizer.state.values():
         if not _is_first(state):
             raise StaleOptimizer(
-                "the optimizer has stepped before: hand a fresh one to shardwise.prepare, then load the old state "
-                "with its load_state_dict"
+                f"{name_of(optimizer)} has stepped before, or keeps {', '.join(map(str, state))} of parameters from "
+                "its making: hand a fresh one to shardwise.prepare, then load the old state with its load_state_dict; "
+                "of an optimizer around another one (Lookahead), prepare the inner one before it is wrapped"
             )
         if any(isinstance(value, Tensor) and value.is_meta for value in state.values()):
             raise InvalidPlan(
