@@ -9,6 +9,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
+from torch.nn.utils.parametrizations import weight_norm
 from training import line
 
 import shardwise
@@ -344,3 +345,36 @@ def test_an_optimizer_with_state_from_its_making_names_it() -> None:
     for said in run_ranks(refused, num_ranks=2, args=(looks_ahead, Plan(strategy="zero2"))):
         assert "keeps slow of parameters from its making" in said
         assert "prepare the inner one" in said
+
+
+# Parametrizations of a prepared model
+
+
+def normalised(job: Job) -> dict[str, Tensor]:
+    """weight_norm replaces a weight by two parameters, one of them in the weight's memory."""
+    model = make_model()
+    optimizer = sgd(model)
+    job.prepare(model, optimizer)
+    weight_norm(model[1].linear)
+    if job.plan is None:
+        optimizer = sgd(model)
+    else:
+        assert "was added to the model" in line(lambda: model(batch(0, 0)))
+        shardwise.extend(model)
+        optimizer.add_param_group({"params": list(model[1].linear.parametrizations.parameters())})
+    for step in range(3):
+        for rank, weight in job.parts():
+            (weight * model(batch(step, rank)).square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return job.state(model)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_a_weight_that_is_normalised_after_prepare_trains_as_in_one_process(strategy: str) -> None:
+    assert_as_one_process(normalised, Plan(strategy=strategy))
+
+
+def test_a_sharded_weight_that_is_normalised_after_prepare_is_refused() -> None:
+    for said in run_ranks(refused, num_ranks=2, args=(normalised, Plan(strategy="fsdp"))):
+        assert "is sharded and freed" in said

@@ -33,11 +33,15 @@ _ABOUT_THE_PARAMETER = frozenset(
 )  # fmt: skip
 
 
+_MAKES_PARAMETER = nn.Parameter.__new__.__code__
+
+
 class Resting(nn.Parameter):
     """A resting parameter. `_touched(is_grad=…)` is called before a read: it refuses, or makes it readable."""
 
-    _touched: Callable[[bool], None]
-    _drop_grad: Callable[[], None]
+    # Of one that is no prepared model's: nothing.
+    _touched: Callable[[bool], None] = staticmethod(lambda is_grad: None)
+    _drop_grad: Callable[[], None] = staticmethod(lambda: None)
 
     @classmethod
     def __torch_function__(
@@ -51,7 +55,11 @@ class Resting(nn.Parameter):
                 else:
                     parameter._touched(name == "grad")
         with torch._C.DisableTorchFunctionSubclass():
-            return function(*arguments, **(options or {}))
+            result = function(*arguments, **(options or {}))
+        if name == "detach" and sys._getframe(1).f_code is _MAKES_PARAMETER:
+            # nn.Parameter(p) wants the class of `p` (weight_norm of a prepared module makes one).
+            result.__class__ = Resting
+        return result
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Resting({tuple(self.shape)}, {self.dtype})"
