@@ -160,7 +160,8 @@ class Adapted(nn.Module):
 class Attending(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.both = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        # Without biases: that of the keys has no gradient but rounding, which Adam scales up.
+        self.both = nn.MultiheadAttention(WIDTH, 2, bias=False, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.both(x, x, x, need_weights=False)[0]
