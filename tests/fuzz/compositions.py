@@ -166,12 +166,15 @@ def _draw_step(random: Random, *, narrow: bool) -> dict[str, Any]:
 
 def _draw_event(random: Random, *, plan: dict[str, Any], num_parts: int, num_ranks: int) -> Event:
     kind = "step" if random.random() < 0.4 else random.choice(list(EVENTS))
-    if kind == "extend" and "owned" in plan and random.random() < 0.8:
+    if kind == "extend" and ("owned" in plan or plan.get("units") == "leaf") and random.random() < 0.8:
         kind = "mean count"
     narrow = is_narrow(plan)
     if kind == "step":
         return Event(kind=kind, settings=_draw_step(random, narrow=narrow))
     settings = {name: random.choice(values) for name, values in EVENTS[kind].items() if values}
+    if settings.get("how") == "edit" and "owned" in plan:
+        # The loop over slices would write some of them before one with an owner is refused.
+        settings["how"] = "whole"
     if "part" in EVENTS[kind]:
         settings["part"] = random.randrange(num_parts)
     if "plan" in EVENTS[kind]:
