@@ -99,6 +99,15 @@ def test_a_recomputed_unit_is_given_one_object_for_inputs_that_were_one(recomput
     assert outcome(Case(parts=parts, plan=plan, events=(step(), step())), num_ranks=2).kind == "equal"
 
 
+def test_a_frozen_parameter_with_a_gradient_is_refused_by_ranks_that_own_nothing_of_it() -> None:
+    frozen = Event(kind="freeze", settings={"part": 0, "how": "all"})
+    plan = {"strategy": "zero1", "units": "leaf"}
+    events = (step(set_to_none=False), frozen, step(), step())
+    found = outcome(Case(parts=(Part(kind="plain"),), plan=plan, events=events, double=True), num_ranks=3)
+    assert found.kind == "refused"
+    assert "is frozen and still has a gradient" in found.line
+
+
 def test_a_plan_is_changed_after_a_model_was_extended() -> None:
     events = (
         step(),

@@ -75,6 +75,13 @@ class FlatParams(FlatBuffers):
         with unguarded():
             return self.params[index].grad is not None
 
+    def is_stepped(self, index: int) -> bool:
+        """Return whether an update changes a parameter's slices, also by zeros that were left as its gradient.
+
+        All ranks return the same.
+        """
+        return index in self._reduced
+
     def has_grads(self) -> bool:
         return any(part.parameter.grad is not None for part in self.owned)
 

@@ -1,7 +1,5 @@
 """Errors of a step, one line each."""
 
-from collections.abc import Sequence
-
 from shardwise.errors import InvalidData, InvalidModel
 
 
@@ -38,12 +36,18 @@ def added_to_average(name: str) -> InvalidModel:
     )
 
 
-def frozen_was_stepped(names: Sequence[str]) -> InvalidModel:
+def frozen_has_gradient(name: str) -> InvalidModel:
     """The error for an update of slices that no rank gathers, since all that lies in their buffer is frozen."""
     return InvalidModel(
-        f"slices of {names[0]} or a neighbour, which is frozen, were changed: by optimizer.step(), if it had a "
-        "gradient (call zero_grad() before parameters are frozen), or by you (write inside `with "
-        "shardwise.edit(model):`)"
+        f"{name} is frozen and still has a gradient, by which optimizer.step() would change it: call zero_grad() "
+        "before parameters are frozen"
+    )
+
+
+def frozen_was_written(name: str) -> InvalidModel:
+    """The error for a write to such slices."""
+    return InvalidModel(
+        f"slices of {name} or a neighbour, which is frozen, were written to: write inside `with shardwise.edit(model):`"
     )
 
 

@@ -13,7 +13,7 @@ from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.flat_buffers import unguarded
 from shardwise.engine.core.step_errors import (
     added_to_average,
-    frozen_was_stepped,
+    frozen_was_written,
     thawed_in_forward,
     thawed_without_master,
 )
@@ -190,7 +190,7 @@ class Unit:
         if self.sharded:
             self.free()
         elif written:
-            raise frozen_was_stepped(written[0].names)
+            raise frozen_was_written(written[0].names[0])
         return []
 
     def settle(self) -> None:
