@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -63,6 +64,7 @@ def main() -> None:
         try:
             (found,) = run_cases(RANK, [case])
         except Exception as error:
+            traceback.print_exc()
             found = Outcome(kind="failed", line=f"{type(error).__name__}: {error}"[:500])
         ranks = exchange(found)
         replayed += found.replayed
