@@ -1,7 +1,7 @@
 """Our engine by the protocol: each method calls the function that does the work."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -77,6 +77,13 @@ class OurEngine(TrainingEngine):
 
     def adopt(self, model: nn.Module, optimizer: Optimizer) -> None:
         engine_of(model).owned.adopt_on_all_ranks(optimizer)
+
+    def showing_parameters(self, model: nn.Module, optimizer: Optimizer) -> AbstractContextManager[None]:
+        owned = engine_of(model).owned
+        return owned.showing_parameters(optimizer) if owned.adopted(optimizer) else nullcontext()
+
+    def announce_loss(self, model: nn.Module, loss: Tensor) -> None:
+        engine_of(model).core.announce(loss)
 
     def settle(self, model: nn.Module) -> None:
         engine_of(model).core.wait_gathers()

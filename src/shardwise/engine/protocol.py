@@ -161,6 +161,14 @@ class TrainingEngine(HeldState):
         """Make an optimizer that was created after `prepare` step what this rank owns. Collective."""
 
     @abstractmethod
+    def showing_parameters(self, model: nn.Module, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Show the model's own parameters in an optimizer's param groups, which may be changed in the block."""
+
+    @abstractmethod
+    def announce_loss(self, model: nn.Module, loss: Tensor) -> None:
+        """Let the next backward begin at a loss that has parameters which the model's forward does not use."""
+
+    @abstractmethod
     def settle(self, model: nn.Module) -> None:
         """Wait for the collectives that a step has left in flight."""
 

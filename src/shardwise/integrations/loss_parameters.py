@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise.engine.engine import engine_of
+from shardwise.engine.protocol import require_engine
 
 _NAME = "loss_parameters"
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -45,7 +45,7 @@ def hold_loss_parameters(model: nn.Module, losses: Any) -> None:
 def announce_loss(model: nn.Module, loss: Tensor) -> None:
     """Before its backward: let it begin at the loss, if the model holds parameters of the loss."""
     if any(isinstance(module, LossParameters) for module in model.modules()):
-        engine_of(model).core.announce(loss)
+        require_engine(model).announce_loss(model, loss)
 
 
 def without_loss_parameters(model: nn.Module) -> list[Tensor]:

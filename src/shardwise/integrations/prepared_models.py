@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.engine.engine import engine_of
 from shardwise.engine.protocol import find_engine, require_engine
 from shardwise.engines import prepare
 from shardwise.errors import InvalidModel, InvalidPlan
@@ -63,7 +62,5 @@ class PreparedModels:
         """Show the models' own parameters in the optimizer's param groups, which may be changed in the block."""
         with ExitStack() as stack:
             for model in self:
-                owned = engine_of(model).owned
-                if owned.adopted(optimizer):
-                    stack.enter_context(owned.showing_parameters(optimizer))
+                stack.enter_context(require_engine(model).showing_parameters(model, optimizer))
             yield

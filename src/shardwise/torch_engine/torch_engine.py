@@ -78,6 +78,12 @@ class TorchEngine(PlainModel, TrainingEngine):
     def adopt(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Do nothing: the model's parameters are what an optimizer steps."""
 
+    def showing_parameters(self, model: nn.Module, optimizer: Optimizer) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def announce_loss(self, model: nn.Module, loss: Tensor) -> None:
+        """torch's engines wait for no loss."""
+
     def settle(self, model: nn.Module) -> None:
         """Do nothing: torch's engines leave no collective in flight after a step."""
 
