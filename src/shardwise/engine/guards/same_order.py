@@ -71,13 +71,15 @@ class SameOrder:
             for log in self._logs.values():
                 log.restart()
             return
-        folded = fold_all(self._logs.values()) ^ self._options.fold()
+        issued = fold_all(self._logs.values())
+        # Where nothing is issued, nothing is summed either (a benchmark without communication).
+        folded = issued ^ self._options.fold() if issued else 0
         value = (folded >> _COUNT_BITS) * self._coefficient + bool(self._passes.failed)
         value = (value << _COUNT_BITS) + used & _MASK
         # As a signed number.
         self.flag.fill_(value - (value >> 31 << 32))
         rates = self._options.fold_rates(self.flag.device)
-        if rates is not None:
+        if issued and rates is not None:
             self.flag.add_(((rates >> _COUNT_BITS) * self._coefficient << _COUNT_BITS).int())
         self._sent = {name: log.take() for name, log in self._logs.items()}
         self._num_sent += 1
