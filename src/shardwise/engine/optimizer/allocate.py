@@ -1,8 +1,9 @@
-"""Allocates optimizer state before the first update, in which running out of memory could not be undone."""
+"""The memory of optimizer state: when it is allocated, and on which device it lies."""
 
 from inspect import signature
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwise.engine.core.flat_buffers import unguarded
@@ -11,6 +12,8 @@ from shardwise.engine.optimizer.known import ELEMENTWISE
 
 def allocate_states(optimizer: Optimizer) -> None:
     """Allocate the state that the first update of one of torch's own optimizers would allocate.
+
+    Running out of memory in an update could not be undone.
 
     Their `_init_group` allocates the state of each parameter that has a gradient; it is given gradients without memory.
     The state of SGD is its first gradient, so it cannot be allocated here.
@@ -29,3 +32,21 @@ def allocate_states(optimizer: Optimizer) -> None:
             initialise(group, *([] for _ in range(num_lists)))
             for parameter in without:
                 parameter.grad = None
+
+
+def suit_devices(optimizer: Optimizer) -> None:
+    """Let the optimizer's options and step counts suit the devices on which its parameters lie by now.
+
+    As where torch loads a state, a step count that kernels read is on their device. Parameters in host memory are
+    stepped there, for which capturable kernels and a rate on a GPU are no use: torch refuses both.
+    """
+    with unguarded():
+        for group in optimizer.param_groups:
+            if group.get("capturable") and any(parameter.device.type == "cpu" for parameter in group["params"]):
+                group["capturable"], group["lr"] = False, float(group["lr"])
+            if not (group.get("capturable") or group.get("fused")):
+                continue
+            for parameter in group["params"]:
+                state = optimizer.state.get(parameter, {})
+                if isinstance(state.get("step"), Tensor):
+                    state["step"] = state["step"].to(parameter.device)

@@ -20,6 +20,7 @@ from shardwise.engine.core.core import Core
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.optimizer_slices import OptimizerSlices
 from shardwise.engine.core.step_errors import not_reduced_yet
+from shardwise.engine.optimizer.allocate import suit_devices
 from shardwise.engine.optimizer.known import (
     Stepped,
     check_optimizer,
@@ -33,7 +34,7 @@ from shardwise.engine.optimizer.known import (
 from shardwise.engine.optimizer.matrices import OwnedMatrices
 from shardwise.engine.optimizer.numbered_state import load_numbered, numbered_state
 from shardwise.engine.optimizer.scaler import called_by_torchs, foreign_scaler
-from shardwise.engine.optimizer.unsharded_state import named_states, own_states, place_counts, unsharded_states
+from shardwise.engine.optimizer.unsharded_state import named_states, own_states, unsharded_states
 from shardwise.errors import InvalidPlan
 from shardwise.plan.patterns import short_patterns
 from shardwise.plan.placement import SHARDED
@@ -172,7 +173,7 @@ class OwnedParameters(OptimizerSlices):
         optimizer.state.clear()
         super().adopt(optimizer)
         optimizer.state.update(own_states(made, flats=self._flats, matrices=self.matrices.of(optimizer)))
-        place_counts(optimizer)
+        suit_devices(optimizer)
         held_weakly = weakref.ref(optimizer)
         optimizer.add_param_group = partial(self._add_param_group, held_weakly)  # type: ignore[method-assign]
         optimizer.state_dict = partial(self._state_dict, held_weakly)  # type: ignore[method-assign]

@@ -248,16 +248,6 @@ def own_states(
     }
 
 
-def place_counts(optimizer: Optimizer) -> None:
-    """Move step counts that kernels read to their device, as torch does where it loads a state."""
-    for group in optimizer.param_groups:
-        if group.get("capturable") or group.get("fused"):
-            for parameter in group["params"]:
-                state = optimizer.state.get(parameter, {})
-                if isinstance(state.get("step"), Tensor):
-                    state["step"] = state["step"].to(parameter.device)
-
-
 def _keys_of_numbers(states: States, *, flats: Sequence[FlatParams]) -> set[str]:
     """Return the keys of states that are one number; every state of a parameter without dimensions looks like one."""
     with_dims = {name for flat in flats for name, shape in zip(flat.names, flat.layout.shapes, strict=True) if shape}

@@ -20,7 +20,8 @@ from shardwise.engine.core.unit import Unit
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.engine.guards.description import check_precision, describe
 from shardwise.engine.guards.refuse import check_tensor
-from shardwise.engine.optimizer.unsharded_state import own_states, place_counts, unsharded_states
+from shardwise.engine.optimizer.allocate import suit_devices
+from shardwise.engine.optimizer.unsharded_state import own_states, unsharded_states
 from shardwise.errors import InvalidModel
 from shardwise.program.buffers import FlatSpec, flat_specs
 from shardwise.spec import ModelSpec, TensorSpec
@@ -203,7 +204,7 @@ class _Extension:
             for optimizer, unsharded in zip(optimizers, states, strict=True):
                 kept = {name: unsharded[name] for name in flat.names if name in unsharded}
                 optimizer.state.update(own_states(kept, flats=[flat], matrices=()))
-                place_counts(optimizer)
+                suit_devices(optimizer)
             self._take_in(flat)
         return flats
 

@@ -25,6 +25,7 @@ from shardwise.engine.guards.guards import Guards
 from shardwise.engine.guards.resting_units import guard_units
 from shardwise.engine.last_issued import write_records_of
 from shardwise.engine.offload.transfer import HostCopies
+from shardwise.engine.optimizer.allocate import suit_devices
 from shardwise.engine.plan_change.reshard import StatesAndGrads, move, states_and_grads
 from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.plan import Plan
@@ -64,6 +65,8 @@ def replan(model: nn.Module, plan: Plan) -> None:
         # Some units have the old plan, some the new one: the model cannot be used.
         engine.handles = [model.register_forward_pre_hook(_refuse)]
         raise
+    for optimizer in engine.owned.group_names:
+        suit_devices(optimizer)
     for captured in list(engine.captured):
         captured.follow_plan()
 

@@ -178,6 +178,4 @@ class _MovingState:
         if key not in self.counts and kind.numel() == 1:
             # A parameter without dimensions.
             return kind.to(device, copy=True).view_as(part.parameter)
-        groups = self.optimizer.param_groups
-        on_device = any(group.get("capturable") or group.get("fused") for group in groups)
-        return kind.to(device if on_device else kind.device, copy=True)
+        return kind.clone()

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from shardwise.comm.agreement import meet
 from shardwise.engine.core.step_events import announce
 from shardwise.engine.engine import Engine, engine_of
-from shardwise.engine.optimizer.unsharded_state import named_states, own_states, place_counts, unsharded_states
+from shardwise.engine.optimizer.allocate import suit_devices
+from shardwise.engine.optimizer.unsharded_state import named_states, own_states, unsharded_states
 from shardwise.errors import InvalidData
 
 
@@ -156,4 +157,4 @@ def _load_optimizer_state(engine: Engine, optimizer: Optimizer, state: Mapping[s
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
     optimizer.state.update(own)
-    place_counts(optimizer)
+    suit_devices(optimizer)
