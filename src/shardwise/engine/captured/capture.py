@@ -68,7 +68,7 @@ def capture(
         must=engine.plan.capture == "on",
         tell=tell if dist.get_rank() == 0 else lambda line: None,
     )
-    return _WithRates(captured, optimizer, device=engine.device)  # type: ignore[return-value]
+    return _WithRates(captured, optimizer, engine=engine)  # type: ignore[return-value]
 
 
 def _why_not(engine: Engine, model: nn.Module, optimizer: Optimizer) -> str | None:
@@ -106,14 +106,17 @@ def _warn(line: str) -> None:
 class _WithRates:
     """A captured step whose optimizer has its step counts and learning rates on the device, where graphs read them."""
 
-    def __init__(self, captured: CapturedStep, optimizer: Optimizer, *, device: torch.device) -> None:
+    def __init__(self, captured: CapturedStep, optimizer: Optimizer, *, engine: Engine) -> None:
         self._captured = captured
         self._optimizer = optimizer
-        self._device = device
+        self._engine = engine
+        self._device = engine.device
         self._rates: list[Tensor] = []
 
     def __call__(self, *inputs: Any) -> Any:
-        self._settle()
+        # Another plan may have moved what is stepped to host memory, where rates on a GPU are no use.
+        if not self._engine.plan.offload_states:
+            self._settle()
         return self._captured(*inputs)
 
     @property
