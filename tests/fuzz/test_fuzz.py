@@ -99,13 +99,26 @@ def test_a_recomputed_unit_is_given_one_object_for_inputs_that_were_one(recomput
     assert outcome(Case(parts=parts, plan=plan, events=(step(), step())), num_ranks=2).kind == "equal"
 
 
-def test_a_frozen_parameter_with_a_gradient_is_refused_by_ranks_that_own_nothing_of_it() -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "plan"),
+    [(3, {"strategy": "zero1", "units": "leaf"}), (2, {"strategy": "shard_grad_op", "owned": ["*.weight"]})],
+    ids=["slices", "owners"],
+)
+def test_a_frozen_parameter_with_a_gradient_is_refused_by_all_ranks(num_ranks: int, plan: dict[str, object]) -> None:
     frozen = Event(kind="freeze", settings={"part": 0, "how": "all"})
-    plan = {"strategy": "zero1", "units": "leaf"}
     events = (step(set_to_none=False), frozen, step(), step())
-    found = outcome(Case(parts=(Part(kind="plain"),), plan=plan, events=events, double=True), num_ranks=3)
+    parts = (Part(kind="square"), Part(kind="square"))
+    found = outcome(Case(parts=parts, plan=plan, events=events, double=True), num_ranks=num_ranks)
     assert found.kind == "refused"
     assert "is frozen and still has a gradient" in found.line
+
+
+def test_averages_are_resumed_where_what_was_frozen_later_is_frozen_from_the_start() -> None:
+    frozen = Event(kind="freeze", settings={"part": 0, "how": "all"})
+    reload = Event(kind="reload", settings={"how": "checkpoint", "plan": {"strategy": "zero1"}})
+    events = (step(), frozen, Event(kind="start average"), step(), reload, step())
+    case = Case(parts=(Part(kind="square"),), plan={"strategy": "fsdp"}, events=events)
+    assert outcome(case, num_ranks=2).kind == "equal"
 
 
 def test_a_plan_is_changed_after_a_model_was_extended() -> None:

@@ -24,6 +24,7 @@ from shardwise.comm.issued import CollectiveName
 from shardwise.engine.core.core import Core
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.flat_buffers import unguarded
+from shardwise.engine.core.step_errors import frozen_has_gradient
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.guards.guard import ShardedParameter, rest, wake
 from shardwise.program import Kind, Operation
@@ -109,6 +110,10 @@ class OwnedMatrices:
     def begin_step(self, optimizer: Optimizer) -> None:
         """Prepare an update of this optimizer: those of its matrices that have a gradient move."""
         self._stepping = [matrix for matrix in self.of(optimizer) if matrix.flat.has_grad(matrix.index)]
+        for matrix in self._stepping:
+            if matrix.flat not in matrix.unit.trained_flats:
+                # The program moves nothing of it to its owner.
+                raise frozen_has_gradient(matrix.name)
 
     def slices(self, optimizer: Optimizer) -> list[nn.Parameter]:
         """Return this rank's slices of an optimizer's matrices; they have the gradients between updates."""
