@@ -194,21 +194,21 @@ class Rank(World):
     def _reload_state(self, keys: dict[str, Any]) -> None:
         state = deepcopy(shardwise.full_state_dict(self.model, self.optimizer))
         rates = [group["lr"] for group in self.optimizer.param_groups]
-        self._make_again(keys)
-        shardwise.load_full_state_dict(self.model, self.optimizer, state)
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+        model, optimizer = self._made_again(keys)
+        shardwise.load_full_state_dict(model, optimizer, state)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
-        self.keys, self.steps = keys, {}
+        self.model, self.optimizer, self.keys, self.steps = model, optimizer, keys, {}
 
-    def _make_again(self, keys: dict[str, Any]) -> None:
-        """Replace the model and its optimizer by others that are prepared, and still have to be filled."""
+    def _made_again(self, keys: dict[str, Any]) -> tuple[Model, torch.optim.Optimizer]:
+        """Return another model and optimizer that are prepared, and still have to be filled."""
         flags = [parameter.requires_grad for parameter in self.model.parameters()]
         model = self.make_model(self.case.seed + 1)
         for parameter, flag in zip(model.parameters(), flags, strict=True):
             parameter.requires_grad_(flag)
         optimizer = self.make_optimizer(model)
         self._prepare(model, optimizer, keys)
-        self.model, self.optimizer = model, optimizer
+        return model, optimizer
 
     @contextmanager
     def _folder(self) -> Iterator[Path]:
@@ -227,12 +227,12 @@ class Rank(World):
         checkpoints.close()
 
     def _load(self, folder: Path, keys: dict[str, Any]) -> None:
-        has_averages = self.averages is not None
-        self._make_again(keys)
-        self.averages = shardwise.EMA(self.model, decay=DECAY) if has_averages else None
+        model, optimizer = self._made_again(keys)
+        averages = shardwise.EMA(model, decay=DECAY) if self.averages is not None else None
         checkpoints = Checkpoints(folder)
-        checkpoints.load(checkpoints.latest(), self.model, self.optimizer, ema=self.averages)
+        checkpoints.load(checkpoints.latest(), model, optimizer, ema=averages)
         checkpoints.close()
+        self.model, self.optimizer, self.averages = model, optimizer, averages
 
     def read(self, *, how: str) -> Observed:
         names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}

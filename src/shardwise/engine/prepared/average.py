@@ -129,16 +129,17 @@ class EMA:
         return list(self._averages.values())
 
     def slices(self) -> dict[nn.Parameter, Tensor]:
-        """Return the average of each slice that this rank's optimizer steps, in the same shape."""
+        """Return the average of each slice that this rank's optimizer steps and that has one, in the same shape."""
         return {
             part.parameter: average[part.start : part.stop].view(part.parameter.shape)
             for flat, average in self._averages.items()
             for part in flat.owned
+            if flat.names[part.index] in self._averaged
         }
 
     def names(self) -> list[str]:
         """Return the full names of all parameters that have an average."""
-        return sorted(name for flat in self._averages for name in flat.names)
+        return sorted(self._averaged)
 
 
 def _is_trained(flat: FlatParams) -> bool:
