@@ -88,6 +88,10 @@ class Case:
         lines += [f"  parts.{number}: {part}" for number, part in enumerate(self.parts)]
         return "\n".join(lines + [f"  {number}. {event}" for number, event in enumerate(self.events)])
 
+    def plans(self) -> list[Mapping[str, Any]]:
+        """Return the plan, and those that events change to."""
+        return [self.plan, *(event.settings["plan"] for event in self.events if "plan" in event.settings)]
+
     def features(self) -> set[str]:
         found = {f"optimizer {self.optimizer}", *plan_features(dict(self.plan)), *(["late"] if self.late else [])}
         for described in (*self.parts, *self.events):

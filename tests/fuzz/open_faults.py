@@ -19,8 +19,7 @@ def why_left_out(case: Case) -> str:
 
 def _shards(case: Case) -> bool:
     """Return whether parameters are sharded at any time."""
-    plans = [case.plan, *(event.settings["plan"] for event in case.events if "plan" in event.settings)]
-    return any({plan["strategy"], *plan.get("overrides", {}).values()} & _SHARDED for plan in plans)
+    return any({plan["strategy"], *plan.get("overrides", {}).values()} & _SHARDED for plan in case.plans())
 
 
 def _branches(case: Case) -> bool:

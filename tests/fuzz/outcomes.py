@@ -147,7 +147,7 @@ def run_cases(rank: int, cases: Sequence[Case]) -> list[Outcome]:
         warnings.simplefilter("ignore")
         for case in cases:
             found.append(run_case(rank, case))
-            if "compile" in str(case):
+            if any("compile" in plan for plan in case.plans()):
                 # Otherwise later cases run into the number of times that one function may be compiled.
                 torch._dynamo.reset()
             gc.collect()

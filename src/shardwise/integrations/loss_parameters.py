@@ -37,19 +37,22 @@ def hold_loss_parameters(model: nn.Module, losses: Any) -> None:
     own = {id(parameter) for parameter in model.parameters()}
     extra = [p for loss in modules for p in loss.parameters() if id(p) not in own]
     if extra:
-        # A container calls all that it holds.
-        holder = next(module for module in model.modules() if not isinstance(module, _CONTAINERS))
-        holder.add_module(_NAME, LossParameters(list(dict.fromkeys(extra))))
+        _holder(model).add_module(_NAME, LossParameters(list(dict.fromkeys(extra))))
 
 
 def announce_loss(model: nn.Module, loss: Tensor) -> None:
     """Before its backward: let it begin at the loss, if the model holds parameters of the loss."""
-    if any(isinstance(module, LossParameters) for module in model.modules()):
+    if _NAME in _holder(model)._modules:
         require_engine(model).announce_loss(model, loss)
 
 
 def without_loss_parameters(model: nn.Module) -> list[Tensor]:
     """Return the parameters of the model itself."""
-    held = (module for module in model.modules() if isinstance(module, LossParameters))
-    extra = {id(parameter) for module in held for parameter in module.parameters()}
+    held = _holder(model)._modules.get(_NAME)
+    extra = {id(parameter) for parameter in held.parameters()} if held is not None else set()
     return [parameter for parameter in model.parameters() if id(parameter) not in extra]
+
+
+def _holder(model: nn.Module) -> nn.Module:
+    """Return the module that holds the parameters of a loss: no container, which calls all that it holds."""
+    return next((module for module in model.modules() if not isinstance(module, _CONTAINERS)), model)

@@ -67,7 +67,7 @@ class FlatBuffers:
         host: HostMemory | None = None,
     ) -> None:
         self.params = params
-        self.spec = spec
+        self.describe(spec)
         self.placement = placement
         self.device = device
         self.groups = groups
@@ -102,9 +102,10 @@ class FlatBuffers:
         self.followed = False
         self.gathering: Work | None = None
 
-    @property
-    def names(self) -> list[str]:
-        return [param.name for param in self.spec.params]
+    def describe(self, spec: FlatSpec) -> None:
+        """Take a spec of the same parameters: their names may have changed."""
+        self.spec = spec
+        self.names = [param.name for param in spec.params]
 
     def lay_out(self) -> None:
         """Make the full buffer and the parameters' places in it; where parameters are sharded, its memory goes again.

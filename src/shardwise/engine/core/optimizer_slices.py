@@ -5,7 +5,6 @@ waits for what the update writes into, and lets every copy follow afterwards.
 """
 
 import weakref
-from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any
 
@@ -92,20 +91,21 @@ class OptimizerSlices:
     def before_step(self, optimizer: Optimizer | None) -> None:
         """Prepare for the update: the gradients are there."""
         if optimizer is not None:
-            self._refuse_frozen({name for group in self.group_names[optimizer] for name in group})
+            self._refuse_frozen(optimizer)
         self.core.before_step()
         PROGRESS.phase = UPDATE
 
-    def _refuse_frozen(self, names: AbstractSet[str]) -> None:
+    def _refuse_frozen(self, optimizer: Optimizer) -> None:
         """Refuse to step what is frozen where its slices would not be gathered; on all ranks, whatever each owns."""
-        for unit in self.core.units.values():
-            if unit.sharded or unit.placement.optim is not SHARDED:
-                continue
-            for flat in unit.flats:
-                if flat not in unit.trained_flats and flat.has_gradients:
-                    for index, name in enumerate(flat.names):
-                        if name in names and flat.is_stepped(index):
-                            raise frozen_has_gradient(name)
+        units = (unit for unit in self.core.units.values() if not unit.sharded and unit.placement.optim is SHARDED)
+        frozen = [
+            flat for unit in units for flat in unit.flats if flat.has_gradients and flat not in unit.trained_flats
+        ]
+        names = {name for group in self.group_names[optimizer] for name in group} if frozen else set()
+        for flat in frozen:
+            for index, name in enumerate(flat.names):
+                if name in names and flat.is_stepped(index):
+                    raise frozen_has_gradient(name)
 
     def _end_step(self, optimizer: Optimizer, closure: StepClosure) -> None:
         closure.end()

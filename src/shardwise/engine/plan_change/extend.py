@@ -156,7 +156,7 @@ class _Extension:
             # In their order in the buffer.
             left.sort(key=lambda param: self._known[id(self._parameters[param.name])][1])
             named = (replace(param, name=self._names.get(param.name, param.name)) for param in flat.spec.params)
-            flat.spec = replace(flat.spec, params=tuple(named))
+            flat.describe(replace(flat.spec, params=tuple(named)))
             if stays:
                 flats.append(flat)
             else:
