@@ -37,6 +37,8 @@ def extended(rank: int, changed: str, plan: Plan) -> tuple[dict[str, Tensor], di
     shardwise.prepare(model, optimizer, plan, collectives=make_collectives(late=True, rank=rank))
     for step in range(2 * STEPS):
         if step == STEPS:
+            # A forward without a backward, which leaves units gathered.
+            model(inputs(step, rank))
             new = change(changed, model, optimizer)
             if rank == 1:
                 with torch.no_grad():

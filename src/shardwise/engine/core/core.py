@@ -318,6 +318,8 @@ class Core:
     def relearn(self, spec: ModelSpec) -> None:
         """Follow a spec whose units hold other buffers: the next step is a first one."""
         self._runner.learned = False
+        # No backward will come of a forward that was computed with the old buffers.
+        self._runner.forwards = 0
         self._runner.flags.cover()
         self._runner.follow(spec, plan=self.plan)
 

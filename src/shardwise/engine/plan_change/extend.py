@@ -48,6 +48,9 @@ def extend(model: nn.Module) -> None:
     model.zero_grad()
     engine.core.wait_gathers()
     announce(engine.core.events.values_read, False)
+    for unit in engine.core.units.values():
+        # A forward without a backward has left units gathered.
+        unit.free()
     spec = _spec_now(model, engine)
     with unguarded():
         _Extension(model, engine, spec=spec).run()
