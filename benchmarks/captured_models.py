@@ -4,7 +4,7 @@ For each: the median time of a step, the time in which the GPU was busy with ker
 `capture = "auto"` decided. Weights are random; bf16, fused AdamW, `fsdp` on one NCCL rank. Each model runs in a process
 of its own, first eager, then captured; with `--compile inductor` units are compiled in both. Writes
 benchmarks/results/captured_models_h200.json; rows of other models, and of the other way to compile, are kept.
-`--memsets` leaves the small memsets of CUDA graphs as they are (engine/captured/graph_fills.py replaces them by
+`--memsets` leaves the small memsets of CUDA graphs as they are (engine/graphs/graph_fills.py replaces them by
 kernels), and writes nothing.
 
     allocated_bytes, reserved_bytes   peaks of the training: warm-up, comparisons and replays
@@ -27,7 +27,7 @@ from measuring import RESULTS, peaks
 from torch.profiler import ProfilerActivity, profile
 
 from shardwise.engine.captured import step_graphs
-from shardwise.engine.captured.compile_clock import CompileClock
+from shardwise.engine.graphs.compile_clock import CompileClock
 
 
 def measure(name: str, *, capture: str, backend: str, num_steps: int) -> dict[str, Any]:

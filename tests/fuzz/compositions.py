@@ -1,7 +1,7 @@
 """A case: a model, a plan and a sequence of events, drawn from a seed. It is a value that can be printed and cut down."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from random import Random
 from typing import Any
@@ -48,6 +48,9 @@ NOT_CALLED = {
     "capture": "called by shardwise.step",
 }
 _MOST_EVENTS = 6
+# The share of cases whose units run as graphs, and the steps after which these are replayed.
+_GRAPHS = 0.15
+_STEPS_OF_GRAPHS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +75,7 @@ class Event:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """`double`: the model is float64, and results agree within a bound instead of bit for bit. `late`: results of
-    collectives arrive as late as they may (tests/dist/late.py)."""
+    collectives arrive as late as they may (tests/dist/late.py). `graphs`: units run as graphs as soon as they can."""
 
     parts: tuple[Part, ...]
     plan: Mapping[str, Any]
@@ -80,10 +83,12 @@ class Case:
     optimizer: str = "sgd"
     double: bool = False
     late: bool = False
+    graphs: bool = False
     seed: int = 0
 
     def __str__(self) -> str:
-        said = f"{', float64' if self.double else ''}{', late' if self.late else ''}"
+        flags = {"float64": self.double, "late": self.late, "graphs": self.graphs}
+        said = "".join(f", {name}" for name, is_set in flags.items() if is_set)
         lines = [f"seed {self.seed}, {self.optimizer}{said}, plan {dict(self.plan)}"]
         lines += [f"  parts.{number}: {part}" for number, part in enumerate(self.parts)]
         return "\n".join(lines + [f"  {number}. {event}" for number, event in enumerate(self.events)])
@@ -93,7 +98,8 @@ class Case:
         return [self.plan, *(event.settings["plan"] for event in self.events if "plan" in event.settings)]
 
     def features(self) -> set[str]:
-        found = {f"optimizer {self.optimizer}", *plan_features(dict(self.plan)), *(["late"] if self.late else [])}
+        found = {f"optimizer {self.optimizer}", *plan_features(dict(self.plan))}
+        found |= {name for name, is_set in (("late", self.late), ("graphs", self.graphs)) if is_set}
         for described in (*self.parts, *self.events):
             found |= described.features()
         return found
@@ -101,7 +107,7 @@ class Case:
 
 def all_pairs() -> set[tuple[str, str]]:
     """Return all pairs of features that one case can have."""
-    names = {*all_plan_features(), "late", "tied", *(f"optimizer {name}" for name in OPTIMIZERS)}
+    names = {*all_plan_features(), "graphs", "late", "tied", *(f"optimizer {name}" for name in OPTIMIZERS)}
     names |= {f"part {kind}" for kind in PARTS} | {f"used {use}" for use in USES} | {f"frozen {how}" for how in FROZEN}
     for kind, settings in EVENTS.items():
         names.add(f"event {kind}")
@@ -131,7 +137,7 @@ def draw_case(seed: int, *, num_ranks: int) -> Case:
     events.append(Event(kind="step", settings={}))
     clips = any(event.settings.get("clip") == "norm" for event in events)
     compiles = "compile" in plan or any("compile" in event.settings.get("plan", {}) for event in events)
-    return Case(
+    case = Case(
         parts=parts,
         plan=plan,
         events=tuple(events),
@@ -141,6 +147,14 @@ def draw_case(seed: int, *, num_ranks: int) -> Case:
         late=random.random() < 0.2,
         seed=seed,
     )
+    return with_graphs(case) if not narrow and random.random() < _GRAPHS else case
+
+
+def with_graphs(case: Case) -> Case:
+    """Return a case whose units run as graphs, with as many steps of each kind as it takes to replay one."""
+    events = [event for event in case.events for _ in range(_STEPS_OF_GRAPHS if event.kind == "step" else 1)]
+    # Where a parameter is used several times in each of several calls, gradients are added in another order.
+    return replace(case, graphs=True, double=True, events=tuple(events))
 
 
 def _draw_parts(random: Random) -> tuple[Part, ...]:

@@ -9,6 +9,7 @@ failed     a difference, any other error, a hang, a signal
 import gc
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import Any
@@ -20,6 +21,7 @@ from drawn_plans import is_narrow
 from one_process import OneProcess
 from rank_world import Rank, Reference
 from ranks import RankFailed, run_ranks
+from simulated_graphs import simulated
 from worlds import Observed, World
 
 from shardwise.comm.agreement import exchange
@@ -46,7 +48,7 @@ _END = Event(kind="end")
 class Outcome:
     """`kind`: equal, refused or failed. `at`: the event; -1 is prepare, the number of events the end.
 
-    replayed   steps that were replays of CUDA graphs
+    replayed   steps, or calls of units, that were replays of graphs
     """
 
     kind: str
@@ -62,8 +64,9 @@ def run_case(rank: int, case: Case) -> Outcome:
     """
     num_ranks, device = dist.get_world_size(), torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
     try:
-        world = Rank(case, num_ranks=num_ranks, device=device)
-        observed = _run(world, case)
+        with simulated(at_once=True) if case.graphs and device.type == "cpu" else nullcontext():
+            world = Rank(case, num_ranks=num_ranks, device=device)
+            observed = _run(world, case)
     except ShardwiseError as error:
         return Outcome(kind="refused", at=-1, line=str(error))
     refused = [isinstance(found, ShardwiseError) for found in observed]
@@ -77,7 +80,7 @@ def run_case(rank: int, case: Case) -> Outcome:
     else:
         oracle = OneProcess(case, num_ranks=num_ranks, rank=rank, device=device)
     found = compare(case, observed, _run(oracle, case, skipped=refused))
-    return replace(found, replayed=world.num_replayed)
+    return replace(found, replayed=world.replayed())
 
 
 def _run(world: World, case: Case, *, skipped: Sequence[bool] | None = None) -> list[Seen]:

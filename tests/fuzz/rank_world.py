@@ -20,6 +20,7 @@ from worlds import CLIP_VALUE, DECAY, FACTOR, MAX_NORM, Observed, World, scaled
 import shardwise
 from shardwise.checkpoint import Checkpoints
 from shardwise.comm.agreement import exchange
+from shardwise.engine.engine import engine_of
 from shardwise.engine.prepare import _collectives
 
 
@@ -35,6 +36,11 @@ class Rank(World):
         self.scaler = shardwise.GradScaler(device.type, init_scale=8.0, enabled=self.keys.get("precision") == "fp16")
         self.steps: dict[Any, Callable[..., Tensor]] = {}
         self.num_replayed = 0
+
+    def replayed(self) -> int:
+        """Return how many steps, and calls of units under the last plan, were replays of graphs."""
+        graphs = engine_of(self.model).graphs
+        return self.num_replayed + (graphs.num_replayed if graphs is not None else 0)
 
     def _planned(self, keys: dict[str, Any]) -> dict[str, Any]:
         return {**keys, "precision": "native"} if self.case.double else dict(keys)

@@ -45,7 +45,8 @@ class World:
         name = self.case.optimizer
         if name == "sgd":
             return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
-        on_gpu = self.device.type == "cuda"
+        # An update on the host is torch's plain one.
+        on_gpu = self.device.type == "cuda" and not any(plan.get("offload_states") for plan in self.case.plans())
         # As captured steps have them: other code of torch's rounds differently.
         options: dict[str, Any] = {"lr": torch.tensor(0.01, device=self.device) if on_gpu else 0.01}
         options |= {"capturable": True} if on_gpu else {}

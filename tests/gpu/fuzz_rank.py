@@ -1,4 +1,7 @@
-"""A rank of test_fuzz_cuda.py: random compositions (tests/fuzz) on a GPU, with steps that are captured and replayed."""
+"""A rank of test_fuzz_cuda.py: random compositions (tests/fuzz) on a GPU, with steps that are captured and replayed.
+
+With FUZZ_GRAPHS=units it is the units that are captured, in ordinary steps.
+"""
 
 import json
 import os
@@ -15,12 +18,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "fuzz"))
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from compositions import Case, Event, draw_case  # noqa: E402
+from compositions import Case, Event, draw_case, with_graphs  # noqa: E402
 from drawn_plans import is_narrow  # noqa: E402
 from open_faults import why_left_out  # noqa: E402
 from outcomes import Outcome, run_cases  # noqa: E402
 
 from shardwise.comm.agreement import exchange  # noqa: E402
+from shardwise.engine.unit_graphs import unit_graphs  # noqa: E402
 
 # Three ordinary steps, the captured one, and a replay.
 _REPEATS = 5
@@ -43,7 +47,21 @@ def captured(case: Case) -> Case:
     return replace(case, events=tuple(events), late=False, double=case.double or on_host)
 
 
+def captured_units(case: Case) -> Case:
+    """Return the case with ordinary steps, often enough for units to be captured and replayed."""
+    unit_graphs.ENOUGH = (0, 0)
+    events = tuple(
+        replace(event, settings={name: value for name, value in event.settings.items() if name != "by"})
+        if event.kind == "step" and event.settings.get("by") == "shardwise.step"
+        else event
+        for event in case.events
+    )
+    found = replace(case, events=events, late=False)
+    return found if found.graphs else with_graphs(found)
+
+
 def main() -> None:
+    prepared = captured_units if os.environ.get("FUZZ_GRAPHS") == "units" else captured
     first, last = (int(part) for part in os.environ["FUZZ_SEEDS"].split(":"))
     limit_seconds = float(os.environ.get("FUZZ_SECONDS", "1e9"))
     torch.cuda.set_device(0)
@@ -55,7 +73,7 @@ def main() -> None:
     refused: Counter[str] = Counter()
     replayed, began = 0, time.monotonic()
     for seed in range(first, last):
-        case = captured(draw_case(seed, num_ranks=NUM_RANKS))
+        case = prepared(draw_case(seed, num_ranks=NUM_RANKS))
         on_host_in_narrow = case.double and is_narrow(dict(case.plan))
         compiles = any("compile" in plan for plan in case.plans())
         if compiles or on_host_in_narrow or why_left_out(case):

@@ -1,4 +1,4 @@
-"""Random compositions (tests/fuzz) on a GPU, with captured steps, are equal to plain torch or refused in one line."""
+"""Random compositions (tests/fuzz) on a GPU, with captured steps or units, are equal to plain torch or refused in one line."""
 
 import json
 from pathlib import Path
@@ -14,6 +14,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.parametrize("graphs", ["steps", "units"])
 @pytest.mark.parametrize(
     ("num_ranks", "num_seeds"),
     [
@@ -23,10 +24,11 @@ pytestmark = [
         pytest.param(2, 60, marks=pytest.mark.whole),
     ],
 )
-def test_random_compositions_with_captured_steps_are_right_or_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int, num_seeds: int
+def test_random_compositions_with_graphs_are_right_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int, num_seeds: int, graphs: str
 ) -> None:
     monkeypatch.setenv("FUZZ_SEEDS", f"0:{num_seeds}")
+    monkeypatch.setenv("FUZZ_GRAPHS", graphs)
     run_script("fuzz_rank.py", num_ranks=num_ranks, folder=tmp_path, timeout_s=500)
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["failed"] == {}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.engine.captured.graph_fills import fill_by_kernels
+from shardwise.engine.graphs.graph_fills import fill_by_kernels
 
 pytestmark = [
     pytest.mark.gpu,

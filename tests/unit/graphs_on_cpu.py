@@ -17,14 +17,14 @@ from torch.utils._pytree import tree_map_only, tree_unflatten
 
 from shardwise.comm.host_group import HostGroup
 from shardwise.engine.captured.captured_step import CapturedStep
-from shardwise.engine.captured.python_state import PythonState
-from shardwise.engine.captured.reads import Read, noting_reads
 from shardwise.engine.captured.replayed_grads import sampled
 from shardwise.engine.captured.step_key import StepInputs
 from shardwise.engine.captured.step_memory import StepMemory
-from shardwise.engine.captured.step_pool import Block
 from shardwise.engine.core.step_events import heard_by
 from shardwise.engine.engine import Engine, engine_of
+from shardwise.engine.graphs.python_state import PythonState
+from shardwise.engine.graphs.reads import Read, noting_reads
+from shardwise.engine.graphs.step_pool import Block
 
 
 class CpuDevice:

@@ -11,6 +11,7 @@ from torch import nn
 
 from shardwise.comm.collectives import Collectives
 from shardwise.comm.groups import MeshGroups
+from shardwise.engine.activations.wrap import wrap_units
 from shardwise.engine.core.core import Core
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.tape import Tape
@@ -18,6 +19,7 @@ from shardwise.engine.guards.guards import Guards
 from shardwise.engine.guards.inner_calls import InnerCalls
 from shardwise.engine.guards.loading import attach_loads
 from shardwise.engine.optimizer.owned import OwnedParameters
+from shardwise.engine.unit_graphs.unit_graphs import UnitGraphs, unit_graphs_of
 from shardwise.errors import InvalidModel
 from shardwise.plan import Plan
 
@@ -30,6 +32,7 @@ class Engine:
     predicts_alone   out-of-memory errors include the engine's own predictions (out_of_memory/)
     averages         averages of the parameters (prepared/average.py) that are in use
     captured         steps as CUDA graphs, which read and write the memory of this plan (captured/captured_step.py)
+    graphs           units as CUDA graphs (unit_graphs/); None on a CPU, and where the plan says so
     undo             restore the modules' original forward
     """
 
@@ -40,6 +43,7 @@ class Engine:
     predicts_alone: bool = True
     averages: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     captured: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    graphs: UnitGraphs | None = None
     handles: list[Any] = field(default_factory=list)
     undo: list[Callable[[], None]] = field(default_factory=list)
 
@@ -78,6 +82,14 @@ class Engine:
         self.core.attach()
         inner = InnerCalls(self.core).attach()
         self.handles = [*attach_loads(self.core), *self.guards.attach(), *inner]
+
+    def wrap(self) -> None:
+        """Wrap the units' forwards as the plan says."""
+        self.undo = wrap_units(self.core.model, units=self.core.units, plan=self.plan, device=self.device)
+        self.graphs = unit_graphs_of(self.core, optimizers=self.owned.group_names)
+        if self.graphs is not None:
+            # Outermost: a graph contains compiled code and recomputation.
+            self.undo += self.graphs.attach()
 
     def detach(self) -> None:
         """Remove the hooks and restore the modules' original forward."""

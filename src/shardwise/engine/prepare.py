@@ -16,7 +16,6 @@ from shardwise.comm.collectives import BackendCollectives, Collectives
 from shardwise.comm.groups import mesh_groups
 from shardwise.comm.join import join_job
 from shardwise.comm.watch import check_watch_seconds, watch_over
-from shardwise.engine.activations.wrap import wrap_units
 from shardwise.engine.checked_plan import check_plan
 from shardwise.engine.core.assembly import make_core
 from shardwise.engine.core.core_setting import CoreSetting
@@ -125,7 +124,7 @@ def prepare_on_ours(
     for one in optimizers:
         engine.owned.adopt(one, owned=owned)
     together(engine.attach)
-    engine.undo = together(partial(wrap_units, model, units=engine.core.units, plan=plan, device=chosen))
+    together(engine.wrap)
     if watch_seconds:
         # An error that names the way out comes before the watchdog ends the job.
         engine.core.evaluation.patience_seconds = 0.9 * watch_seconds

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.data.sampler import DistributedSampler
-from shardwise.engine.captured.compile_clock import CompileClock
+from shardwise.engine.graphs.compile_clock import CompileClock
 from shardwise.engine.optimizer.scaler import GradScaler
 from shardwise.engine.out_of_memory.survive import NoGuard
 from shardwise.engine.random_states import random_states

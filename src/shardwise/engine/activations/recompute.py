@@ -38,7 +38,7 @@ def recompute_unit(module: nn.Module, *, mode: str, pack: Callable[[Tensor], Sav
 
     `pack` stores the tensors that selective keeps. Several wrappers of one module are undone in reverse order.
     """
-    unit = _Unit(module, products=Products(pack=pack) if mode == "selective" else None)
+    unit = RecomputedUnit(module, products=Products(pack=pack) if mode == "selective" else None)
 
     @functools.wraps(unit.forward)
     def forward(*inputs: Any, **options: Any) -> Any:
@@ -103,7 +103,7 @@ def _one_recomputed_unit() -> Iterator[None]:
         _nesting.recomputed = outer
 
 
-class _Unit:
+class RecomputedUnit:
     """State shared by all calls of a unit: the module with its own forward, and its kept products."""
 
     def __init__(self, module: nn.Module, *, products: Products | None) -> None:
@@ -160,7 +160,7 @@ class _Call:
     """
 
     def __init__(
-        self, unit: _Unit, inputs: tuple[Any, ...], options: dict[str, Any], *, tree: Any, places: list[int]
+        self, unit: RecomputedUnit, inputs: tuple[Any, ...], options: dict[str, Any], *, tree: Any, places: list[int]
     ) -> None:
         self.unit = unit
         self.tree = tree

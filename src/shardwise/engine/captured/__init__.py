@@ -1,10 +1,6 @@
-"""A training step as CUDA graphs.
+"""A training step as CUDA graphs. What it shares with units as graphs is in ../graphs.
 
-reads.py          values that the step's Python reads from the device: noted in ordinary steps, guarded in replays
-python_state.py   Python state that a step depends on or changes: attributes, closures, generators, buffers
 probed_step.py    an ordinary step, observed
-step_device.py    the device, its stream and its memory
-step_pool.py      a pool of the device's memory
 step_memory.py    shares the pool between graphs, ordinary steps and evaluations
 shared_evaluation.py   evaluations in that memory
 step_key.py       the key of a step: it must be equal for a graph to be replayed

@@ -21,12 +21,12 @@ from shardwise.comm.agreement import exchange
 from shardwise.comm.host_group import HostGroup
 from shardwise.comm.job_environment import capture_is_off
 from shardwise.engine.captured.captured_step import CapturedStep
-from shardwise.engine.captured.python_state import PythonState, foreign_hook
-from shardwise.engine.captured.step_device import StepDevice
 from shardwise.engine.captured.step_graphs import StepRecorder
 from shardwise.engine.captured.step_memory import StepMemory
-from shardwise.engine.captured.step_pool import StepPool, why_no_pool
 from shardwise.engine.engine import Engine, engine_of
+from shardwise.engine.graphs.python_state import PythonState, foreign_hook
+from shardwise.engine.graphs.step_device import StepDevice
+from shardwise.engine.graphs.step_pool import StepPool, why_no_pool
 from shardwise.engine.protocol import Step, Tell
 from shardwise.errors import InvalidPlan
 

@@ -20,16 +20,16 @@ from shardwise.comm.leave import release_before_leaving
 from shardwise.comm.rank_progress import PROGRESS
 from shardwise.engine.captured.graph_store import GraphStore, KeyHistory, StoredGraph
 from shardwise.engine.captured.probed_step import ProbedStep, StepProbe
-from shardwise.engine.captured.python_state import PythonState
-from shardwise.engine.captured.reads import NotCaptured
 from shardwise.engine.captured.replayed_grads import GradientComparison, is_compared, most_distance
 from shardwise.engine.captured.shared_evaluation import SharedEvaluation
-from shardwise.engine.captured.step_device import StepDevice
 from shardwise.engine.captured.step_graphs import RecordedStep, StepRecorder
 from shardwise.engine.captured.step_key import StepInputs, StepKey, flatten_inputs, optimizer_key, step_key
 from shardwise.engine.captured.step_memory import STEPS, StepMemory
 from shardwise.engine.core.step_events import heard_by
 from shardwise.engine.engine import Engine
+from shardwise.engine.graphs.python_state import PythonState
+from shardwise.engine.graphs.reads import NotCaptured
+from shardwise.engine.graphs.step_device import StepDevice
 from shardwise.engine.protocol import Tell
 from shardwise.errors import InvalidModel
 
@@ -104,6 +104,8 @@ class CapturedStep:
         self._replay_seconds: list[float] = []
         release_before_leaving(self)
         engine.captured.add(self)
+        if engine.graphs is not None:
+            engine.graphs.pause()
 
     def release(self) -> None:
         """Destroy the graphs; later steps are captured again."""
@@ -291,6 +293,9 @@ class CapturedStep:
         self.release()
         self.stopped = why
         self._memory.has_replays = False
+        if self._engine.graphs is not None:
+            # Units may do what the whole step cannot.
+            self._engine.graphs.resume()
         if self._must:
             raise InvalidModel(f"the step cannot be captured: {why}; set capture = 'auto' or 'off'")
         self._note(f"ordinary steps, not captured: {why}")

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from shardwise.engine.captured.probed_step import StepProbe
-from shardwise.engine.captured.reads import Read
 from shardwise.engine.captured.step_key import StepKey
+from shardwise.engine.graphs.reads import Read
 
 MOST_GRAPHS = 8
 MOST_GRAPHS_OF_A_KEY = 3

@@ -7,12 +7,12 @@ from typing import Any
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
-from shardwise.engine.captured.compile_clock import CompileClock
-from shardwise.engine.captured.python_state import PythonState, generators, versions
-from shardwise.engine.captured.reads import Read, noting_reads
-from shardwise.engine.captured.step_device import StepDevice
 from shardwise.engine.core.step_events import heard_by
 from shardwise.engine.engine import Engine
+from shardwise.engine.graphs.compile_clock import CompileClock
+from shardwise.engine.graphs.python_state import PythonState, generators, versions
+from shardwise.engine.graphs.reads import Read, noting_reads
+from shardwise.engine.graphs.step_device import StepDevice
 
 _GENERATORS = ("torch's", "Python's", "numpy's")
 

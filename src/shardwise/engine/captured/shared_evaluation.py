@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.engine.captured.step_device import StepDevice
 from shardwise.engine.captured.step_memory import EVALUATIONS, StepMemory
+from shardwise.engine.graphs.step_device import StepDevice
 
 
 class SharedEvaluation:

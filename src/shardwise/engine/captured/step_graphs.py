@@ -24,22 +24,20 @@ from torch.utils._pytree import tree_map_only, tree_unflatten
 from shardwise.comm.agreement import RanksMissing
 from shardwise.comm.groups import job_timeout
 from shardwise.engine.activations.recompute import without_random_numbers
-from shardwise.engine.captured.graph_fills import fill_by_kernels
-from shardwise.engine.captured.reads import NotCaptured, Read, assuming_reads, failing_line, hidden_capture
 from shardwise.engine.captured.replayed_grads import sampled
 from shardwise.engine.captured.step_key import StepInputs
 from shardwise.engine.captured.step_memory import StepMemory
-from shardwise.engine.captured.step_pool import Block
 from shardwise.engine.core.step_events import heard_by
 from shardwise.engine.engine import Engine
+from shardwise.engine.graphs.graph_fills import fill_by_kernels
+from shardwise.engine.graphs.reads import NotCaptured, Read, assuming_reads, hidden_capture, in_one_line
+from shardwise.engine.graphs.step_pool import Block
 from shardwise.engine.out_of_memory.undo import WrittenTensors
 
 # The flag on the host before the device has written it.
 _NOT_YET = -1
 _POLL_SECONDS = 2e-5
 _LIMIT_SECONDS = 1800.0
-# The beginning of torch's error for code that would have to be compiled again during a recording.
-_RECOMPILES = "Detected recompile when torch.compile stance is 'fail_on_recompile'."
 
 
 class StepRecorder:
@@ -94,7 +92,7 @@ class StepRecorder:
             self.generator.graphsafe_set_state(random_state)
             self.engine.core.abandon_captured()
             self.optimizer.zero_grad(set_to_none=True)
-            raise NotCaptured(_in_one_line(error)) from error
+            raise NotCaptured(in_one_line(error)) from error
         return recorded
 
     @contextmanager
@@ -301,14 +299,3 @@ class RecordedStep:
             graph.reset()
         self.result = None
         self._recorder.memory.forget(self.held)
-
-
-def _in_one_line(error: BaseException) -> str:
-    """Return what went wrong, after the last line of the user's source that the error passed through."""
-    if isinstance(error, NotCaptured):
-        return str(error)
-    message = str(error).strip().splitlines()[0][:200]
-    if message.startswith(_RECOMPILES):
-        return f"torch.compile compiles again when the step is recorded: {message.removeprefix(_RECOMPILES).strip()}"
-    place = failing_line(error)
-    return f"{place}: {message}" if place else message

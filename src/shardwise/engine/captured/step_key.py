@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from shardwise.engine.captured.python_state import PLAIN, PythonState, Values
-from shardwise.engine.captured.reads import NotCaptured
 from shardwise.engine.core.flat_buffers import unguarded
 from shardwise.engine.core.pass_state import PassState
+from shardwise.engine.graphs.python_state import PLAIN, PythonState, Values
+from shardwise.engine.graphs.reads import NotCaptured
+from shardwise.engine.graphs.torch_modes import torch_modes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +57,7 @@ def step_key(
     return StepKey(
         inputs=inputs.tree,
         leaves=tuple(_form(leaf, device=device) for leaf in inputs.leaves),
-        modes=(*_modes(device.type), *_pass(passes), *_trained(parameters)),
+        modes=(*torch_modes(device.type), *_pass(passes), *_trained(parameters)),
         state=(state.values(), state.addresses()),
     )
 
@@ -75,25 +76,6 @@ def _form(leaf: Any, *, device: torch.device) -> tuple[Any, ...]:
     if leaf.requires_grad:
         raise NotCaptured("the step is given a tensor that requires a gradient")
     return (leaf.shape, leaf.stride(), leaf.dtype)
-
-
-def _modes(device_type: str) -> tuple[Any, ...]:
-    """Return torch's global switches, which may change the kernels."""
-    backends: Any = torch.backends.cuda
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled(device_type),
-        torch.get_autocast_dtype(device_type),
-        torch.is_autocast_cache_enabled(),
-        torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.backends.cudnn.benchmark,
-        backends.flash_sdp_enabled(),
-        backends.mem_efficient_sdp_enabled(),
-        backends.math_sdp_enabled(),
-        backends.cudnn_sdp_enabled(),
-    )
 
 
 def _pass(passes: PassState) -> tuple[Any, ...]:

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardwise.engine.captured.reads import NotCaptured
-from shardwise.engine.captured.step_pool import Block
+from shardwise.engine.graphs.reads import NotCaptured
+from shardwise.engine.graphs.step_pool import Block
 
 STEPS = "ordinary steps"
 EVALUATIONS = "evaluations"

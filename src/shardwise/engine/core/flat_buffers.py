@@ -8,6 +8,7 @@ master    what the optimizer steps: the owned slice where optim is sharded, else
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol
@@ -100,6 +101,8 @@ class FlatBuffers:
         self.touched = False
         # Whether a module holds on to the memory of a parameter by another name (carried.py).
         self.followed = False
+        # A context in which memory for the full buffer is always at one address; None: anywhere.
+        self.slot: AbstractContextManager[None] | None = None
         self.gathering: Work | None = None
 
     def describe(self, spec: FlatSpec) -> None:
@@ -220,7 +223,8 @@ class FlatBuffers:
         if self.gathering is not None:
             self.wait_gather()
         if not self.whole:
-            self._storage.resize_(self.full_bytes)
+            with self.slot or nullcontext():
+                self._storage.resize_(self.full_bytes)
             self.whole = True
 
     def load_own(self) -> None:

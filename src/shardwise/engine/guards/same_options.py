@@ -101,7 +101,7 @@ def different_options(difference: str) -> str:
 def _numbers_in(value: Any) -> Sequence[float]:
     """Return the numbers of an option on the host: of a pair of betas, or of a tensor on the CPU."""
     if isinstance(value, Tensor):
-        # Not float(), which would count as a read of the step (captured/reads.py).
+        # Not float(), which would count as a read of the step (graphs/reads.py).
         return [value.detach().double().numpy().item()] if value.device.type == "cpu" and value.numel() == 1 else []
     if isinstance(value, tuple):
         return [number for part in value for number in _numbers_in(part)]

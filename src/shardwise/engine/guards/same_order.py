@@ -101,7 +101,7 @@ class SameOrder:
         if not self._coefficient:
             return
         if self.flag.device.type == "cpu":
-            # Not int(), which would count as a read of the step (captured/reads.py).
+            # Not int(), which would count as a read of the step (graphs/reads.py).
             self._check_sum(self.flag.numpy().item(), issued=self._sent)
         elif not torch.cuda.is_current_stream_capturing():
             self.check(wait=True)

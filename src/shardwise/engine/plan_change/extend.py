@@ -54,6 +54,8 @@ def extend(model: nn.Module) -> None:
     spec = _spec_now(model, engine)
     with unguarded():
         _Extension(model, engine, spec=spec).run()
+    if engine.graphs is not None:
+        engine.graphs.renew()
 
 
 def _description(model: nn.Module, engine: Engine) -> str:
@@ -148,6 +150,9 @@ class _Extension:
         core.relearn(self._spec)
         engine.guards.cover()
         engine.owned.rewrite()
+        for optimizer in engine.owned.group_names:
+            # Its groups hold the new slices by now.
+            suit_devices(optimizer)
         engine.attach()
 
     def _flats_of(self, unit: Unit, params: tuple[TensorSpec, ...]) -> list[FlatParams]:
@@ -207,7 +212,6 @@ class _Extension:
             for optimizer, unsharded in zip(optimizers, states, strict=True):
                 kept = {name: unsharded[name] for name in flat.names if name in unsharded}
                 optimizer.state.update(own_states(kept, flats=[flat], matrices=()))
-                suit_devices(optimizer)
             self._take_in(flat)
         return flats
 

@@ -13,7 +13,6 @@ from torch import nn
 
 from shardwise.comm.agreement import agree, meet
 from shardwise.comm.groups import mesh_groups
-from shardwise.engine.activations.wrap import wrap_units
 from shardwise.engine.checked_plan import check_plan
 from shardwise.engine.core.assembly import make_flat, make_unit
 from shardwise.engine.core.core import Core
@@ -162,7 +161,7 @@ def _swap_buffers(engine: Engine, model: nn.Module, *, setting: CoreSetting, oth
     engine.core, engine.guards = core, guards
     engine.owned.follow_core(core)
     engine.attach()
-    engine.undo = wrap_units(model, units=units, plan=plan, device=engine.device)
+    engine.wrap()
     core.distribute()
     write_records_of(engine)
 

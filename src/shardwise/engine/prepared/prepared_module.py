@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine.activations.wrap import wrap_units
 from shardwise.engine.core.flat_buffers import unguarded
 from shardwise.engine.engine import engine_of, register, unregister
 from shardwise.engine.prepared.accumulate import accumulate
@@ -87,7 +86,7 @@ class PreparedModule(nn.Module):
             if carried is not None:
                 carry_engine(self, carried)
             engine.attach()
-            engine.undo = wrap_units(self, units=engine.core.units, plan=engine.plan, device=engine.device)
+            engine.wrap()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise InvalidModel("a prepared model cannot be pickled: save shardwise.full_state_dict(model) instead")

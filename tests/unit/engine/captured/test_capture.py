@@ -11,7 +11,7 @@ import shardwise
 from shardwise import Plan
 from shardwise.comm.job_environment import capture_is_off
 from shardwise.engine.captured.capture import _why_not_unasked
-from shardwise.engine.captured.step_pool import why_no_pool
+from shardwise.engine.graphs.step_pool import why_no_pool
 from shardwise.errors import InvalidJob, InvalidModel, InvalidPlan
 
 

@@ -12,9 +12,8 @@ from whole import whole
 
 import shardwise
 from shardwise import Plan
-from shardwise.engine.captured.compile_clock import CompileClock
-from shardwise.engine.captured.reads import assuming_reads, noting_reads
-from shardwise.engine.captured.step_graphs import _in_one_line
+from shardwise.engine.graphs.compile_clock import CompileClock
+from shardwise.engine.graphs.reads import assuming_reads, in_one_line, noting_reads
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +131,7 @@ def test_looking_at_reads_compiles_nothing_again() -> None:
     assert (clock.num_compiles, counters["stats"]["unique_graphs"]) == (0, num_graphs)
 
 
-def test_code_that_would_be_compiled_again_in_a_recording_is_named_in_one_line() -> None:
+def test_code_that_would_be_compiled_again_in_a_recording_is_namedin_one_line() -> None:
     forward = torch.compile(Block().forward, backend="aot_eager")
     with CompileClock() as clock:
         forward(*batch(0))
@@ -140,7 +139,7 @@ def test_code_that_would_be_compiled_again_in_a_recording_is_named_in_one_line()
     assert clock.seconds > 0
     with pytest.raises(RuntimeError) as caught, torch.compiler.set_stance("fail_on_recompile"):
         forward(*batch(0, size=6))
-    line = _in_one_line(caught.value)
+    line = in_one_line(caught.value)
     assert line.startswith("torch.compile compiles again when the step is recorded: filename: ")
     assert "function name: 'forward'" in line
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.engine.captured.python_state import PythonState, foreign_hook
-from shardwise.engine.captured.reads import NotCaptured
 from shardwise.engine.captured.step_key import StepKey, flatten_inputs, optimizer_key, step_key
 from shardwise.engine.core.pass_state import PassState
+from shardwise.engine.graphs.python_state import PythonState, foreign_hook
+from shardwise.engine.graphs.reads import NotCaptured
 
 CPU = torch.device("cpu")
 

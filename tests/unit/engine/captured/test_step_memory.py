@@ -9,9 +9,9 @@ import torch
 from graphs_on_cpu import CpuDevice, CpuPool
 from torch import Tensor, nn
 
-from shardwise.engine.captured.reads import NotCaptured
 from shardwise.engine.captured.shared_evaluation import SharedEvaluation
 from shardwise.engine.captured.step_memory import EVALUATIONS, STEPS, StepMemory
+from shardwise.engine.graphs.reads import NotCaptured
 
 
 def memory_of(pool: CpuPool, *, device: CpuDevice | None = None) -> StepMemory:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.engine.captured.reads import (
+from shardwise.engine.graphs.reads import (
     NotCaptured,
     Read,
     assuming_reads,

@@ -4,7 +4,7 @@ import ctypes
 
 import pytest
 
-from shardwise.engine.captured.graph_fills import _Kernel, _Memset
+from shardwise.engine.graphs.graph_fills import _Kernel, _Memset
 
 
 def memset(**options: int) -> _Memset:

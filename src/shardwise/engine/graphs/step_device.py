@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from shardwise.engine.captured.reads import source_line
+from shardwise.engine.graphs.reads import source_line
 from shardwise.vocabulary.quantities import bytes_text
 
 _WAITS = "called a synchronizing CUDA operation"

@@ -27,6 +27,8 @@ from torch._compile import _disable_dynamo
 # Each returns a value to Python, and so waits for the device.
 _NUMBERS = ("item", "tolist", "__int__", "__float__", "__complex__", "__index__")
 _OWN_PACKAGES = ("torch", "shardwise")
+# The beginning of torch's error for code that would have to be compiled again during a recording.
+_RECOMPILES = "Detected recompile when torch.compile stance is 'fail_on_recompile'."
 
 
 class NotCaptured(Exception):  # noqa: N818 - never leaves this package
@@ -211,6 +213,17 @@ def _place(frame: FrameType | None) -> str:
     if frame.f_globals.get("__name__") == "shardwise.engine.core.used":
         return "the engine, for a parameter that got no gradient,"
     return source_line(frame.f_code.co_filename, frame.f_lineno)
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return what went wrong, after the last line of the user's source that the error passed through."""
+    if isinstance(error, NotCaptured):
+        return str(error)
+    message = str(error).strip().splitlines()[0][:200]
+    if message.startswith(_RECOMPILES):
+        return f"torch.compile compiles again when the step is recorded: {message.removeprefix(_RECOMPILES).strip()}"
+    place = failing_line(error)
+    return f"{place}: {message}" if place else message
 
 
 def failing_line(error: BaseException) -> str:

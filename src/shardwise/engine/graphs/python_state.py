@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 _COUNTED = (list, dict, set)
+# Of larger containers only the size is compared.
+_MOST_COMPARED = 64
 # Attributes of nn.Module itself; its only plain value is `training`.
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training"}
 
@@ -43,11 +45,16 @@ class PythonState:
         seen = {id(self._model)}
         for function in self._functions:
             self._places += _places_of_function(function, seen)
+        self._with_containers = [place for place in self._places if place.counted]
         self._with_tensors = [place for place in self._places if place.with_tensors]
 
     def values(self) -> Values:
         """Return all plain values as they are now, in a form that can be compared."""
         return tuple(place.values() for place in self._places)
+
+    def contents(self) -> Values:
+        """Return the plain values in containers as they are now."""
+        return tuple(place.contents() for place in self._with_containers)
 
     def changed(self, before: Values) -> str:
         """Return the name of a value that differs from `before`; "" if none does."""
@@ -82,11 +89,14 @@ class _Place:
         namespace = self.namespace
         try:
             plain = self._get(namespace) if self._get is not None else None
-            counts = [len(namespace[key]) for key in self.counted] if self.counted else []
+            counts = self.contents() if self.counted else []
         except (KeyError, TypeError):
             # A key is gone, or has a value of another kind.
             return (None, None, None)
         return (plain, counts, len(namespace) if self.closed else 0)
+
+    def contents(self) -> list[Any]:
+        return [_content(self.namespace[key]) for key in self.counted]
 
     def difference(self, old: Values) -> str:
         now = self.values()
@@ -103,6 +113,18 @@ class _Place:
             value = self.namespace.get(key)
             if isinstance(value, Tensor):
                 yield f"{self.name}.{key}", value
+
+
+def _content(container: Any) -> Any:
+    """Return the plain values in a container, and how many others it has."""
+    if len(container) > _MOST_COMPARED:
+        return len(container)
+    items = container.items() if isinstance(container, dict) else container
+    return [item if _is_plain(item) else None for item in items]
+
+
+def _is_plain(item: Any) -> bool:
+    return isinstance(item, PLAIN) or (isinstance(item, tuple) and all(isinstance(part, PLAIN) for part in item))
 
 
 def _as_tuple(values: Any, keys: Sequence[str]) -> tuple[Any, ...]:

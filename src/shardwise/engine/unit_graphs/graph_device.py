@@ -1,0 +1,165 @@
+"""Records and replays graphs on a CUDA device. Their memory comes from one pool (graphs/step_pool.py)."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from shardwise.engine.activations.recompute import without_random_numbers
+from shardwise.engine.graphs.graph_fills import fill_by_kernels
+from shardwise.engine.graphs.python_state import generators
+from shardwise.engine.graphs.reads import NotCaptured, assuming_reads, hidden_capture, in_one_line
+from shardwise.engine.graphs.step_device import StepDevice
+from shardwise.engine.graphs.step_pool import StepPool
+from shardwise.engine.unit_graphs.static_place import StaticPlace
+
+Result = TypeVar("Result")
+
+
+class Graph(Protocol):
+    """Recorded operations."""
+
+    def replay(self) -> None: ...
+    def reset(self) -> None: ...
+
+
+class GraphDevice(Protocol):
+    """A device that can record operations, and run them again at the same addresses."""
+
+    def record(self, compute: Callable[[], Result]) -> tuple[Graph, Result]:
+        """Record what `compute` does, without computing it; tensors that it makes lie in the graphs' memory.
+
+        Raises NotCaptured; then nothing was recorded.
+        """
+
+    def place(self, tensor: Tensor) -> StaticPlace:
+        """Return the place of a tensor that was made in a recording."""
+
+    def offset(self) -> int:
+        """Return how many random numbers were drawn on the device."""
+
+    def set_offset(self, offset: int) -> None: ...
+
+    def host_generators(self) -> Any:
+        """Return the states of random generators from which a replay draws nothing."""
+
+    def waits(self) -> AbstractContextManager[list[str]]:
+        """Return a context that lists the lines of source that wait for the device."""
+
+    def lacks_memory(self) -> str:
+        """Return why there is too little memory for more graphs; "" if there is enough."""
+
+    def settle(self) -> None:
+        """Wait until the device has done everything."""
+
+    def begin_recordings(self) -> None:
+        """Prepare for recordings: free unused memory for them."""
+
+    def renew(self) -> None:
+        """Give the graphs' memory back: there are no graphs any more."""
+
+
+class CudaGraphs:
+    """The GraphDevice of a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = StepDevice(device)
+        self._generator = torch.cuda.default_generators[self._device.stream.device_index]
+        self._pool: StepPool | None = None
+        self.host_generators = generators
+        self.waits = self._device.noting_waits
+        self.settle = self._device.settle
+        self.lacks_memory = self._device.lacks_memory
+        self.offset = self._device.random_offset
+
+    def set_offset(self, offset: int) -> None:
+        self._generator.set_offset(offset)
+
+    def begin_recordings(self) -> None:
+        self._device.release_memory()
+        if self._pool is None:
+            self._pool = StepPool(self._device.stream)
+
+    def renew(self) -> None:
+        if self._pool is not None:
+            self._pool.renew()
+
+    def record(self, compute: Callable[[], Result]) -> tuple[Graph, Result]:
+        assert self._pool is not None
+        graph: Any = torch.cuda.CUDAGraph(keep_graph=True)
+        random_state = self._generator.clone_state()
+        stream = self._device.stream
+        stream.wait_stream(torch.cuda.current_stream(self._device.device))
+        begun = False
+        try:
+            with (
+                torch.cuda.stream(stream),
+                without_random_numbers(),
+                hidden_capture(),
+                torch.compiler.set_stance("fail_on_recompile"),
+                assuming_reads((), device_type="cuda", compare=_refuse),
+            ):
+                # thread_local: the backend's threads may query the device meanwhile.
+                graph.capture_begin(pool=self._pool.id, capture_error_mode="thread_local")
+                begun = True
+                result = compute()
+                graph.capture_end()
+            fill_by_kernels(graph)
+            graph.instantiate()
+        except (NotCaptured, RuntimeError) as error:
+            self._abort(graph, begun=begun)
+            # After a failed capture the device's generator still waits for its end, and could not draw numbers.
+            self._generator.graphsafe_set_state(random_state)
+            raise NotCaptured(in_one_line(error)) from error
+        except BaseException:
+            # Ctrl-C must not leave a stream that is being captured.
+            self._abort(graph, begun=begun)
+            self._generator.graphsafe_set_state(random_state)
+            raise
+        return graph, result
+
+    def _abort(self, graph: Any, *, begun: bool) -> None:
+        assert self._pool is not None
+        if begun:
+            try:
+                with torch.cuda.stream(self._device.stream):
+                    graph.capture_end()
+            except RuntimeError:
+                # The error of the failed capture, again.
+                self._pool.abort()
+        graph.reset()
+
+    def place(self, tensor: Tensor) -> StaticPlace:
+        return StaticPlace(_alias(tensor, keeper=self._pool), owner=tensor.detach())
+
+
+class _Memory:
+    """Bytes of the device. A storage of them keeps this object, and with it the pool, but not the allocator's block."""
+
+    def __init__(self, pointer: int, num_bytes: int, keeper: Any) -> None:
+        self.keeper = keeper
+        self.__cuda_array_interface__ = {
+            "data": (pointer, False),
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "strides": None,
+            "version": 2,
+        }
+
+
+def _alias(tensor: Tensor, *, keeper: Any) -> Tensor:
+    """Return a tensor at the same address that does not keep the memory in use."""
+    storage = tensor.untyped_storage()
+    with torch.inference_mode(mode=False):
+        made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        if not storage.nbytes():
+            return made.resize_(tensor.shape)
+        whole = torch.as_tensor(_Memory(storage.data_ptr(), storage.nbytes(), keeper), device=tensor.device)
+        assert whole.data_ptr() == storage.data_ptr()
+        return made.set_(whole.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _refuse(tensor: Tensor, assumed: bool) -> None:
+    raise NotCaptured("it reads a value from the device")

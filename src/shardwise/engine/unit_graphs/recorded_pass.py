@@ -1,0 +1,216 @@
+"""The calls of one pass in order: their graphs share memory.
+
+A forward and the calls before it keep what backward needs; a backward frees what its call has kept. The graphs are
+recorded in that order, in one pool, so that together they need the memory of one pass. Therefore a replay has to keep
+the order: a call may be left out, but a forward never comes after a later call's, and a backward only when those of
+all later calls are over. What code outside of the graphs still holds at a replay must have been held at the recording,
+when its memory was kept: only then the graph does not write there.
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from shardwise.engine.graphs.reads import NotCaptured
+from shardwise.engine.unit_graphs.graph_device import GraphDevice
+from shardwise.engine.unit_graphs.recorded_call import Grads, RecordedCall
+from shardwise.engine.unit_graphs.replayed_call import ReplayedCall
+from shardwise.engine.unit_graphs.static_place import StaticPlace
+from shardwise.engine.unit_graphs.watched_unit import WatchedUnit
+
+# In place of a result: a unit may return None.
+NOT_REPLAYED = object()
+
+
+class RecordedPass:
+    """The recorded calls of passes whose inputs have one form.
+
+    is_recording   the first pass: calls are added
+    failed         a call could not be recorded, or its backward did not come: it is better to record again
+    num_computed   backwards that were computed again instead of replayed
+    """
+
+    def __init__(self, device: GraphDevice) -> None:
+        self.device = device
+        self.calls: list[RecordedCall] = []
+        self.is_recording = True
+        self.failed = ""
+        self.num_computed = 0
+        self._pass_number = 0
+        self._next = 0
+        # The calls of this pass; those whose backward may come, by their position.
+        self._replayed: list[RecordedCall] = []
+        self._open: dict[int, weakref.ref[ReplayedCall]] = {}
+        # Places whose memory may be written by the next graphs, if nobody holds them any more.
+        self._lent: list[StaticPlace] = []
+        # While it is recorded: places by address.
+        self._places: dict[int, StaticPlace] = {}
+        self._sources: list[StaticPlace] = []
+
+    # A pass
+
+    def begin(self, number: int) -> None:
+        """Begin a pass; `is_free` has returned True."""
+        self._pass_number = number
+        self._next = 0
+        self._open.clear()
+        self._lent.clear()
+        self._replayed.clear()
+
+    def is_free(self) -> bool:
+        """Return whether a pass may begin: nothing that its graphs write is needed any more."""
+        if not self.is_over():
+            return False
+        outputs = (place for call in self._replayed for place in call.outputs)
+        return not any(place.is_lent for places in (outputs, self._lent) for place in places)
+
+    def is_over(self) -> bool:
+        """Return whether no backward of this pass can come any more."""
+        return not any(self._alive(number) for number in list(self._open))
+
+    def _alive(self, number: int) -> bool:
+        held = self._open.get(number)
+        replayed = held() if held is not None else None
+        if replayed is None or replayed.is_over:
+            self._open.pop(number, None)
+            return False
+        return True
+
+    def end_recording(self) -> None:
+        """The pass in which it was recorded is over: later ones replay it."""
+        self.is_recording = False
+        self._places.clear()
+        self._sources.clear()
+        for call in self.calls:
+            call.forget_autograd()
+            for place in (*call.made, *call.outputs, *filter(None, (*call.grad_places, *call.grads))):
+                place.owner = place.source = None
+
+    # Forward
+
+    def find(self, watched: WatchedUnit, *, form: Any, key: Any) -> RecordedCall | None:
+        """Return the next recorded call of a unit, if its inputs and its state have the same form; None without one."""
+        for number in range(self._next, len(self.calls)):
+            call = self.calls[number]
+            if call.watched is watched:
+                if call.form != form or call.addresses != watched.addresses() or not call.key.equals(key):
+                    return None
+                return call
+        return None
+
+    def record(
+        self, watched: WatchedUnit, call: tuple[Any, Any], tensors: Sequence[Tensor], *, form: Any, key: Any
+    ) -> RecordedCall:
+        """Record a call. Raises NotCaptured."""
+        made = RecordedCall(watched, number=len(self.calls), form=form, key=key, device=self.device)
+        self._release_returned()
+        made.spares = set(self._lent)
+        made.record(call, tensors, place_of=self._place_of)
+        self.calls.append(made)
+        for place in made.outputs:
+            self._places[place.pointer] = place
+        for place, tensor in zip(made.inputs, tensors, strict=True):
+            if place in made.made:
+                # Other calls of this pass may be given the same tensor.
+                self._sources.append(place)
+                place.load(tensor, pass_number=self._pass_number)
+        return made
+
+    def _place_of(self, tensor: Tensor) -> StaticPlace | None:
+        """Return the place where a tensor is, or was copied to in this pass."""
+        place = self._places.get(tensor.data_ptr())
+        if place is not None and place.owner is not None and place.fits(tensor):
+            return place
+        return next((place for place in self._sources if place.holds(tensor)), None)
+
+    def replay(self, call: RecordedCall, tensors: Sequence[Tensor]) -> Any:
+        """Replay a forward; return the call's result, or NOT_REPLAYED if that is not possible now."""
+        if not call.trains and not self._spared_by(call):
+            return NOT_REPLAYED
+        if not call.load(call.inputs, tensors, pass_number=self._pass_number):
+            return NOT_REPLAYED
+        self._next = call.number + 1
+        self._replayed.append(call)
+        offset = self.device.offset()
+        call.forward.replay()
+        call.draws = call.draws or self.device.offset() != offset
+        for place in call.outputs:
+            place.filled(pass_number=self._pass_number)
+        if call.trains and any(call.differentiable):
+            replayed = ReplayedCall(call, self, given=tensors, offset=offset)
+            self._open[call.number] = weakref.ref(replayed)
+            outputs: Sequence[Tensor] = replayed.apply()
+        else:
+            outputs = [place.lend() for place in call.outputs]
+            if not call.trains:
+                self._lent += call.outputs
+        return call.structured(tensors, outputs)
+
+    # Backward
+
+    def replay_backward(self, call: RecordedCall, grads: Grads) -> list[Tensor | None] | None:
+        """Replay or record the backward of a call; None if that is not possible."""
+        can_replay = not any(self._alive(number) for number in list(self._open) if number > call.number)
+        can_replay = can_replay and call.addresses == call.watched.addresses()
+        if can_replay and call.backward is None and self.is_recording:
+            can_replay = self._record_backward(call, grads)
+        can_replay = can_replay and call.backward is not None
+        can_replay = can_replay and call.pattern == tuple(grad is not None for grad in grads)
+        can_replay = can_replay and (self.is_recording or self._spared_by(call))
+        if not can_replay or not call.load(call.grad_places, grads, pass_number=self._pass_number):
+            self.num_computed += 1
+            return None
+        assert call.backward is not None
+        call.backward.replay()
+        given = [place for place in call.grads if place is not None]
+        for place in given:
+            place.filled(pass_number=self._pass_number)
+        found = [None if place is None else place.lend() for place in call.grads]
+        self._lent += given
+        return found
+
+    def _record_backward(self, call: RecordedCall, grads: Grads) -> bool:
+        self._release_returned()
+        try:
+            call.record_backward(grads, place_of=self._place_of, spares=set(self._lent))
+        except NotCaptured as why:
+            self.failed = call.watched.why_not = str(why)
+            return False
+        for place in call.grads:
+            if place is not None:
+                self._places[place.pointer] = place
+        return True
+
+    def end_call(self, call: RecordedCall) -> None:
+        """The backward of a call is over: the memory of its outputs and inputs may be written."""
+        self._open.pop(call.number, None)
+        self._lent += call.outputs
+        if self.is_recording:
+            for place in call.made:
+                place.owner = None
+                self._sources = [source for source in self._sources if source is not place]
+            self._release_returned()
+
+    def _release_returned(self) -> None:
+        """Let later graphs have the memory of what is no longer held."""
+        still = []
+        for place in self._lent:
+            if place.is_lent:
+                still.append(place)
+            else:
+                place.owner = None
+        self._lent = still
+
+    def _spared_by(self, call: RecordedCall) -> bool:
+        """Return whether a graph of the call leaves alone what code outside of the graphs still holds."""
+        self._lent = [place for place in self._lent if place.is_lent]
+        return all(place in call.spares for place in self._lent)
+
+    def release(self) -> None:
+        """Destroy the graphs."""
+        self.end_recording()
+        for call in self.calls:
+            call.release()
+        self.calls.clear()

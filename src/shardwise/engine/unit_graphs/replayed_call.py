@@ -1,0 +1,130 @@
+"""A replayed call as a node of autograd.
+
+Its backward replays the recorded one where that is safe. Otherwise the unit's forward is computed again from its
+inputs, which are intact until then, and autograd goes back through it: for a backward that keeps its graph, for
+gradients of gradients, for another pattern of gradients, or where a replay would overwrite what is still needed.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from shardwise.engine.activations.recompute import RecomputedUnit
+from shardwise.engine.core.flat_buffers import unguarded
+from shardwise.engine.unit_graphs.call_form import mapped
+from shardwise.engine.unit_graphs.recorded_call import Grads, RecordedCall
+from shardwise.engine.unit_graphs.static_place import StaticPlace
+
+
+class BackwardReplays(Protocol):
+    """The methods of RecordedPass that are called here."""
+
+    def replay_backward(self, call: RecordedCall, grads: Grads) -> list[Tensor | None] | None:
+        """Replay or record the backward of a call; None if that is not possible."""
+
+    def end_call(self, call: RecordedCall) -> None:
+        """Note that the backward of a call is over."""
+
+
+class ReplayedCall:
+    """A call whose forward was replayed, until its backward is over or autograd has dropped it."""
+
+    def __init__(self, call: RecordedCall, passes: BackwardReplays, *, given: Sequence[Tensor], offset: int) -> None:
+        self.call = call
+        self.is_over = False
+        self._passes = passes
+        # The given tensors that have a gradient, for gradients of gradients.
+        self._given = [tensor if tensor.requires_grad else None for tensor in given]
+        self._versions = call.watched.versions()
+        self._offset = offset
+
+    def apply(self) -> tuple[Tensor, ...]:
+        """Return the call's outputs, as results of a node of autograd."""
+        leaves = [*filter(lambda tensor: tensor is not None, self._given), *self._trained()]
+        outputs: tuple[Tensor, ...] = _Replay.apply(self, *leaves)  # type: ignore[no-untyped-call]
+        return outputs
+
+    def _trained(self) -> list[Tensor]:
+        return [param for param in self.call.watched.params if param.requires_grad]
+
+    def backward(self, grads: Grads) -> Sequence[Tensor | None]:
+        if self.is_over:
+            raise RuntimeError(
+                "Trying to backward through the graph a second time: specify retain_graph=True in the first backward"
+            )
+        if self._versions != self.call.watched.versions():
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"parameter of {self.call.watched.name} changed between forward and backward; step the optimizer "
+                "after backward"
+            )
+        keeps_graph = torch.is_grad_enabled() or torch._C._autograd._get_current_graph_task_keep_graph()
+        with self._at_forward():
+            found: Sequence[Tensor | None] | None
+            found = None if keeps_graph else self._passes.replay_backward(self.call, grads)
+            if found is None:
+                found = self._recomputed(grads)
+        if not keeps_graph:
+            self.is_over = True
+            self._given = []
+            self._passes.end_call(self.call)
+        return found
+
+    @contextmanager
+    def _at_forward(self) -> Iterator[None]:
+        """Draw the random numbers of the forward again, where backward computes it again."""
+        if not self.call.draws:
+            yield
+            return
+        device = self.call.device
+        offset = device.offset()
+        device.set_offset(self._offset)
+        try:
+            yield
+        finally:
+            device.set_offset(offset)
+
+    def _recomputed(self, grads: Grads) -> Sequence[Tensor | None]:
+        """Compute the forward again and go back through it."""
+        call = self.call
+        graph_of_grads = torch.is_grad_enabled()
+        entries = [
+            given if given is not None and graph_of_grads else place.tensor.detach().requires_grad_(needs)
+            for place, given, needs in zip(call.inputs, self._given, call.needs_grad, strict=True)
+        ]
+        by_place = {id(place): entry for place, entry in zip(call.inputs, entries, strict=True)}
+        inputs, options = mapped(call.call, StaticPlace, lambda place: by_place[id(place)])
+        unit = RecomputedUnit(call.watched.module, products=None)
+        with torch.enable_grad(), torch.autocast(**call.autocast), unit.without_trace(buffers=unit.copy_buffers()):
+            leaves = tree_leaves(call.watched.forward(*inputs, **options))
+        outputs = [leaf for leaf, result in zip(leaves, call.results, strict=True) if isinstance(result, StaticPlace)]
+        pairs = [(one, grad) for one, grad in zip(outputs, grads, strict=True) if grad is not None]
+        leaves = [*(entry for entry in entries if entry.requires_grad), *self._trained()]
+        with unguarded():
+            return torch.autograd.grad(
+                [output for output, _ in pairs],
+                leaves,
+                [grad for _, grad in pairs],
+                allow_unused=True,
+                create_graph=graph_of_grads,
+            )
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, replayed: ReplayedCall, *leaves: Tensor) -> tuple[Tensor, ...]:
+        ctx.replayed = replayed
+        ctx.set_materialize_grads(False)
+        call = replayed.call
+        outputs = tuple(place.lend() for place in call.outputs)
+        plain = [one for one, has_grad in zip(outputs, call.differentiable, strict=True) if not has_grad]
+        ctx.mark_non_differentiable(*plain)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return (None, *ctx.replayed.backward(grads))

@@ -1,0 +1,345 @@
+"""Units as graphs: decides for each pass of a model whether its units run as ordinary, observed, recorded or replayed.
+
+ordinary   a pass whose inputs have a form that was not seen often enough, or that nothing can be gained for
+observed   ordinary, and each unit is watched for reasons against replaying it
+recorded   each unit's forward is recorded as it is called, and its backward as autograd comes to it
+replayed   later passes of the same form; a unit that differs from its recording runs as an ordinary one
+
+Ranks decide by themselves, because a unit does not communicate. Gathers, reduces and everything else between units are
+those of an ordinary step. A pass that begins while another one still waits for its backward (two forwards per
+backward) has graphs of its own, in other memory.
+"""
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.comm.job_environment import capture_is_off
+from shardwise.comm.leave import release_before_leaving
+from shardwise.engine.activations.recompute import replace_forward
+from shardwise.engine.core.core import Core
+from shardwise.engine.graphs.reads import NotCaptured
+from shardwise.engine.graphs.step_pool import why_no_pool
+from shardwise.engine.optimizer.allocate import allocate_states
+from shardwise.engine.protocol import Tell
+from shardwise.engine.unit_graphs.call_form import form_of, shapes_of
+from shardwise.engine.unit_graphs.graph_device import CudaGraphs, GraphDevice
+from shardwise.engine.unit_graphs.recorded_pass import NOT_REPLAYED, RecordedPass
+from shardwise.engine.unit_graphs.slots import Slots
+from shardwise.engine.unit_graphs.watched_unit import WatchedUnit
+from shardwise.program import StepProgram
+from shardwise.program.hooks import recomputing, transforming
+from shardwise.spec import ROOT
+
+# Ordinary passes of a form before it is recorded, while it is the only one and otherwise: about six replays repay it.
+ENOUGH = (3, 6)
+# Forms whose graphs are kept, and passes that may overlap.
+_MOST_FORMS = 32
+_MOST_ARENAS = 2
+# Recordings of one form that may fail, and backwards of one that may be computed again, before it stays ordinary.
+_MOST_FAILURES = 3
+_MOST_COMPUTED = 8
+
+_ORDINARY, _OBSERVED, _RECORDED, _REPLAYED = range(4)
+
+
+class _Arena:
+    """Graphs that share one pool of memory: one pass at a time uses it."""
+
+    def __init__(self, device: GraphDevice) -> None:
+        self.device = device
+        self.passes: dict[Any, RecordedPass] = {}
+        # The last pass that began here, and its form.
+        self.current: RecordedPass | None = None
+        self.key: Any = None
+        self.most_elements = 0
+
+    def is_free(self) -> bool:
+        return self.current is None or self.current.is_free()
+
+    def release(self) -> None:
+        """Destroy all graphs and give their memory back. The arena must be free."""
+        recorded = [*self.passes.values(), *([self.current] if self.current is not None else [])]
+        if recorded:
+            self.device.settle()
+            for one in recorded:
+                one.release()
+            self.device.renew()
+        self.passes.clear()
+        self.current = None
+        self.most_elements = 0
+
+
+class UnitGraphs:
+    """The graphs of one model's units.
+
+    num_calls, num_replayed   calls of units in passes, and those that were replays
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        *,
+        make_device: Callable[[], GraphDevice],
+        tell: Tell,
+        slots: Slots | None = None,
+        optimizers: Iterable[Optimizer] = (),
+    ) -> None:
+        self._core = core
+        self._make_device = make_device
+        self._tell = tell
+        self._arenas = [_Arena(make_device())]
+        self._retired: list[_Arena] = []
+        self._slots = slots
+        self._optimizers = optimizers
+        self._program: StepProgram | None = None
+        self.watched: list[WatchedUnit] = []
+        self.num_calls = self.num_replayed = 0
+        self._paused = False
+        self._inputs: tuple[Any, ...] = ()
+        self._mode = _ORDINARY
+        self._key: Any = None
+        self._arena: _Arena | None = None
+        self._number = 0
+        self._seen: Counter[Any] = Counter()
+        self._failures: Counter[Any] = Counter()
+        self._observed: set[Any] = set()
+        self._has_told = False
+        release_before_leaving(self)
+
+    def attach(self) -> list[Callable[[], None]]:
+        """Take over the forwards of all units but the root; return the functions that undo it."""
+        core, undo = self._core, []
+        units = list(core.units.values())
+        for unit in units:
+            if unit.name != ROOT and unit.flats:
+                recompute = core.plan.recompute_of(unit.name)
+                watched = WatchedUnit(unit, units=units, recompute=recompute, device=core.setting.device)
+                if not watched.why_not:
+                    self.watched.append(watched)
+                    undo.append(replace_forward(unit.module, partial(self._call, watched)))
+        if not self.watched:
+            return []
+        hook = core.model.register_forward_pre_hook(self._note_inputs, with_kwargs=True, prepend=True)
+        begins, evaluates = partial(self._begin, True), partial(self._begin, False, True)
+        core.events.pass_begins.append(begins)
+        core.events.evaluation_begins.append(evaluates)
+
+        def detach() -> None:
+            hook.remove()
+            core.events.pass_begins.remove(begins)
+            core.events.evaluation_begins.remove(evaluates)
+            self.release()
+            self._leave_slots()
+
+        return [*undo, detach]
+
+    def release(self) -> None:
+        """Destroy all graphs; later passes are recorded again."""
+        self._mode = _ORDINARY
+        for arena in list(self._arenas):
+            self._drop(arena)
+
+    def _drop(self, arena: _Arena) -> _Arena:
+        """Destroy an arena's graphs; return the arena to record in next.
+
+        One whose memory is still needed, for a backward or by a tensor that somebody holds, is kept until it is not.
+        """
+        if arena.is_free():
+            arena.release()
+            return arena
+        self._retired.append(arena)
+        new = _Arena(self._make_device())
+        self._arenas[self._arenas.index(arena)] = new
+        return new
+
+    def renew(self) -> None:
+        """Begin again: the model's parameters or modules have changed."""
+        self.release()
+        self._failures.clear()
+        self._observed.clear()
+        for watched in self.watched:
+            watched.renew()
+
+    def pause(self) -> None:
+        """Run ordinary passes: whole steps are captured."""
+        self.release()
+        self._paused = True
+        self._leave_slots()
+
+    def resume(self) -> None:
+        self._paused = False
+
+    def _leave_slots(self) -> None:
+        if self._slots is not None and self._program is not None:
+            self._slots.leave(self._core.units.values())
+            self._program = None
+
+    # A pass
+
+    def _note_inputs(self, model: nn.Module, inputs: Any, options: Any) -> None:
+        self._inputs = tuple(shapes_of((inputs, options)))
+
+    def _begin(self, trains: bool, learned: bool) -> None:
+        """Begin a pass, and decide how its units run."""
+        self._end_recordings()
+        if self._number == 0 and not self._paused:
+            # Before there are activations: what outlives a step should not lie between them.
+            for optimizer in self._optimizers:
+                allocate_states(optimizer)
+        inputs, self._inputs = self._inputs, ()
+        self._number += 1
+        self._mode, self._arena = _ORDINARY, None
+        self._key = key = (trains, inputs)
+        if self._paused or not learned or self._failures[key] >= _MOST_FAILURES:
+            return
+        if self._slots is not None and self._program is not self._core.program:
+            self._program = self._core.program
+            self._slots.assign(self._core.units.values(), program=self._program)
+        arena = next((arena for arena in self._arenas if arena.is_free()), None)
+        recorded = arena.passes.get(key) if arena is not None else None
+        if recorded is not None and recorded.num_computed > _MOST_COMPUTED:
+            self._fail(key)
+            arena.passes.pop(key).release()  # type: ignore[union-attr]
+            recorded = None
+        if recorded is not None:
+            self._start(arena, recorded, _REPLAYED)
+            return
+        self._seen[key] += 1
+        enough = ENOUGH[0 if len(self._seen) == 1 else 1]
+        if self._seen[key] <= enough:
+            return
+        if key not in self._observed:
+            self._observed.add(key)
+            self._mode = _OBSERVED
+            return
+        self._start_recording(arena, key)
+
+    def _start_recording(self, arena: _Arena | None, key: Any) -> None:
+        if arena is None:
+            if len(self._arenas) == _MOST_ARENAS:
+                return
+            arena = _Arena(self._make_device())
+            self._arenas.append(arena)
+        if arena.device.lacks_memory():
+            self._fail(key)
+            return
+        elements = _elements(key)
+        if elements > arena.most_elements or len(arena.passes) >= _MOST_FORMS:
+            # Recorded first, the largest form leaves memory that all others fit into.
+            arena = self._drop(arena)
+        arena.most_elements = max(arena.most_elements, elements)
+        arena.device.begin_recordings()
+        self._start(arena, RecordedPass(arena.device), _RECORDED)
+
+    def _start(self, arena: _Arena | None, recorded: RecordedPass, mode: int) -> None:
+        assert arena is not None
+        self._arena, self._mode = arena, mode
+        arena.current, arena.key = recorded, self._key
+        recorded.begin(self._number)
+
+    def _end_recordings(self) -> None:
+        """Keep what earlier passes have recorded, once their backwards are over."""
+        failed = False
+        for arena in self._arenas:
+            recorded = arena.current
+            if recorded is None or not recorded.is_recording or not recorded.is_over():
+                continue
+            recorded.end_recording()
+            if recorded.calls and not recorded.failed:
+                arena.passes[arena.key] = recorded
+                self._report()
+            else:
+                self._fail(arena.key)
+            failed = failed or bool(recorded.failed)
+        if failed:
+            # A failed capture has replaced the state of the random generator, which other graphs refer to.
+            self.release()
+        for arena in [arena for arena in self._retired if arena.is_free()]:
+            arena.release()
+            self._retired.remove(arena)
+
+    def _fail(self, key: Any) -> None:
+        self._failures[key] += 1
+        self._seen[key] = 0
+        self._observed.discard(key)
+
+    def _report(self) -> None:
+        if self._has_told:
+            return
+        self._has_told = True
+        ordinary = [one for one in self.watched if one.why_not]
+        text = f"{len(self.watched) - len(ordinary)} units run as CUDA graphs from here on"
+        if ordinary:
+            text += f", {len(ordinary)} as ordinary ones ({ordinary[0].name}: {ordinary[0].why_not})"
+        self._tell(f"capture: {text}")
+
+    # A call
+
+    def _call(self, watched: WatchedUnit, *inputs: Any, **options: Any) -> Any:
+        self.num_calls += 1
+        if self._mode == _ORDINARY or watched.why_not or _is_special(watched.device):
+            return watched.forward(*inputs, **options)
+        tensors: list[Tensor] = []
+        try:
+            form = form_of((inputs, options), tensors)
+            if any(tensor.device != watched.device for tensor in tensors):
+                return watched.forward(*inputs, **options)
+        except NotCaptured:
+            return watched.forward(*inputs, **options)
+        if self._mode == _OBSERVED:
+            ordinary = partial(watched.forward, *inputs, **options)
+            return watched.observe(ordinary, tensors=tensors, graphs=self._arenas[0].device)
+        result = self._graphed(watched, (inputs, options), tensors, form=form)
+        return watched.forward(*inputs, **options) if result is NOT_REPLAYED else result
+
+    def _graphed(self, watched: WatchedUnit, call: tuple[Any, Any], tensors: Sequence[Tensor], *, form: Any) -> Any:
+        """Record or replay a call; return NOT_REPLAYED if it has to run as an ordinary one."""
+        assert self._arena is not None
+        recorded = self._arena.current
+        assert recorded is not None
+        key = watched.key()
+        if self._mode == _REPLAYED:
+            found = recorded.find(watched, form=form, key=key)
+        else:
+            try:
+                found = recorded.record(watched, call, tensors, form=form, key=key)
+            except NotCaptured as why:
+                watched.why_not = recorded.failed = str(why)
+                return NOT_REPLAYED
+        result = recorded.replay(found, tensors) if found is not None else NOT_REPLAYED
+        self.num_replayed += result is not NOT_REPLAYED and self._mode == _REPLAYED
+        return result
+
+
+def unit_graphs_of(core: Core, *, optimizers: Iterable[Optimizer]) -> UnitGraphs | None:
+    """Return the graphs of a model's units; None if its plan, its device or its environment does without."""
+    plan, device = core.plan, core.setting.device
+    if device.type != "cuda" or plan.capture == "off" or capture_is_off():
+        return None
+    if plan.offload_activations or why_no_pool():
+        return None
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    tell = (lambda line: warnings.warn(line, stacklevel=2)) if is_first else lambda line: None
+    return UnitGraphs(core, make_device=partial(CudaGraphs, device), tell=tell, slots=Slots(), optimizers=optimizers)
+
+
+def _is_special(device: torch.device) -> bool:
+    """Return whether this call is none of the program's: recomputed, transformed, or inside another capture."""
+    if recomputing() or transforming() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return True
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _elements(key: Any) -> int:
+    """Return the number of elements of a pass's inputs."""
+    _, inputs = key
+    return sum(prod(entry[0]) for entry in inputs if isinstance(entry, tuple))

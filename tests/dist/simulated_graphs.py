@@ -1,0 +1,179 @@
+"""A GraphDevice on the CPU: records the operations of a function, and runs them again on the same tensors.
+
+It is adversarial where a GPU is merely fast: a recording computes nothing that could be read, and each replay fills
+all graph memory with NaN that was free when the graph was recorded, as if the graph had been given all of it.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shardwise.engine import engine as engine_module
+from shardwise.engine.activations.recompute import without_random_numbers
+from shardwise.engine.core.core import Core
+from shardwise.engine.graphs.reads import NotCaptured, assuming_reads, in_one_line
+from shardwise.engine.unit_graphs import unit_graphs as unit_graphs_module
+from shardwise.engine.unit_graphs.static_place import StaticPlace
+from shardwise.engine.unit_graphs.unit_graphs import UnitGraphs
+from shardwise.engine.unit_graphs.watched_unit import WatchedUnit
+
+# They change the form of a tensor, not its memory.
+_FORMS = ("t_", "transpose_", "squeeze_", "unsqueeze_", "as_strided_", "detach_", "set_")
+
+
+class _Recorder(TorchDispatchMode):
+    """Runs and records each operation. What was there before is restored: a recording computes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[tuple[Any, Any, Any, Any]] = []
+        self._made: set[int] = set()
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # Each with its form at this time, which another operation may change.
+        given = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() not in self._made:
+                self._before.setdefault(leaf.untyped_storage().data_ptr(), (leaf.detach(), leaf.detach().clone()))
+        outputs = func(*args, **kwargs)
+        self._made |= {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)}
+        if "empty" in func.__name__:
+            # It is computed with here, and indices must be valid.
+            outputs.zero_()
+        elif func.overloadpacket.__name__ not in _FORMS:
+            self.operations.append((func, *given, tree_map_only(Tensor, Tensor.detach, outputs)))
+        return outputs
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for tensor, value in self._before.values():
+            if 0 not in tensor.stride() and not torch.equal(tensor, value):
+                tensor.data.copy_(value)
+
+
+class SimulatedGraph:
+    def __init__(self, operations: list[Any], poisoned: list[Tensor]) -> None:
+        self.operations = operations
+        self.poisoned = poisoned
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        for func, args, kwargs, outputs in self.operations:
+            tensors = tuple(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+            # Autograd does not see a graph write.
+            with torch.autograd._unsafe_preserve_version_counter(tensors):
+                found = func(*args, **kwargs)
+            for old, new in zip(tree_leaves(outputs), tree_leaves(found), strict=True):
+                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr() and 0 not in old.stride():
+                    old.data.copy_(new)
+        for tensor in self.poisoned:
+            _poison(tensor)
+
+    def reset(self) -> None:
+        self.operations, self.poisoned = [], []
+
+
+@torch.no_grad()
+def _poison(tensor: Tensor) -> None:
+    if tensor.is_floating_point() and 0 not in tensor.stride():
+        tensor.data.fill_(float("nan"))
+
+
+class SimulatedGraphs:
+    """The device of one arena. The memory of a place is free once nobody owns it."""
+
+    def __init__(self) -> None:
+        self.num_recorded = self.num_renewed = 0
+        self._places: weakref.WeakSet[StaticPlace] = weakref.WeakSet()
+        # Keeps all memory: a dangling address would end the process instead of failing a test.
+        self._storages: list[Any] = []
+
+    def record(self, compute: Callable[[], Any]) -> tuple[SimulatedGraph, Any]:
+        # A gradient may be the one that backward was given, in the same memory.
+        owned = {place.pointer for place in self._places if place.owner is not None}
+        free = [place.tensor for place in self._places if place.pointer not in owned]
+        state = torch.get_rng_state()
+        try:
+            with _Recorder() as recorder, without_random_numbers(), _assuming_no_reads():
+                result = compute()
+        except RuntimeError as error:
+            raise NotCaptured(in_one_line(error)) from error
+        finally:
+            torch.set_rng_state(state)
+        recorder.restore()
+        self.num_recorded += 1
+        return SimulatedGraph(recorder.operations, free), result
+
+    def place(self, tensor: Tensor) -> StaticPlace:
+        storage = tensor.untyped_storage()
+        self._storages.append(storage)
+        bare = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), storage.device, storage.nbytes())
+        alias = torch.empty(0, dtype=tensor.dtype).set_(bare, tensor.storage_offset(), tensor.shape, tensor.stride())
+        if all(place.pointer != alias.data_ptr() for place in self._places):
+            _poison(alias)
+        place = StaticPlace(alias, owner=tensor.detach())
+        self._places.add(place)
+        return place
+
+    def offset(self) -> Any:
+        return torch.get_rng_state().numpy().tobytes()
+
+    def set_offset(self, offset: Any) -> None:
+        torch.set_rng_state(torch.frombuffer(bytearray(offset), dtype=torch.uint8))
+
+    def host_generators(self) -> Any:
+        return ()
+
+    def waits(self) -> AbstractContextManager[list[str]]:
+        return nullcontext([])
+
+    def lacks_memory(self) -> str:
+        return ""
+
+    def settle(self) -> None:
+        pass
+
+    def begin_recordings(self) -> None:
+        pass
+
+    def renew(self) -> None:
+        self.num_renewed += 1
+
+
+def _assuming_no_reads() -> AbstractContextManager[None]:
+    return assuming_reads((), device_type="cpu", compare=_refuse)
+
+
+def _refuse(tensor: Tensor, assumed: bool) -> None:
+    raise NotCaptured("it reads a value")
+
+
+@contextmanager
+def simulated(*, at_once: bool = False) -> Iterator[None]:
+    """Give models that are prepared inside this block simulated graphs; `at_once`: of every form that they see."""
+    enough = unit_graphs_module.ENOUGH
+    unit_graphs_module.ENOUGH = (0, 0) if at_once else enough
+    addresses, make = WatchedUnit.addresses, engine_module.unit_graphs_of
+
+    def unit_graphs_of(core: Core, *, optimizers: Any) -> UnitGraphs | None:
+        if core.plan.offload_activations:
+            return None
+        return UnitGraphs(core, make_device=SimulatedGraphs, tell=lambda line: None, optimizers=optimizers)
+
+    # The recorded operations hold the parameters themselves, wherever these are.
+    WatchedUnit.addresses = lambda watched: []  # type: ignore[method-assign]
+    engine_module.unit_graphs_of = unit_graphs_of
+    try:
+        yield
+    finally:
+        WatchedUnit.addresses = addresses  # type: ignore[method-assign]
+        engine_module.unit_graphs_of = make
+        unit_graphs_module.ENOUGH = enough
