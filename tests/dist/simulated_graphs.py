@@ -138,6 +138,9 @@ class SimulatedGraphs:
     def lacks_memory(self) -> str:
         return ""
 
+    def free_share(self) -> float:
+        return 1.0
+
     def settle(self) -> None:
         pass
 

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from loops import LOOPS, Model
+from loops import LOOPS, Model, batch
 from ranks import run_ranks
-from simulated_graphs import simulated
+from simulated_graphs import SimulatedGraphs, simulated
+from torch import Tensor, nn
 
 import shardwise
 from shardwise.engine.engine import engine_of
@@ -92,3 +93,142 @@ def compared_in_float64(rank: int, strategy: str) -> float:
 def test_a_unit_whose_input_others_use_too_differs_by_rounding_alone(strategy: str) -> None:
     """Its two gradients of that input are added to each other first, and only then to those of others."""
     assert max(run_ranks(compared_in_float64, num_ranks=2, args=(strategy,))) < 1e-9
+
+
+class Counting(nn.Linear):
+    """Counts its calls in Python."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class Reading(nn.Linear):
+    """Takes a branch by a value of the device."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.sum() < 1e9 else x
+
+
+class Keeping(nn.Linear):
+    """Keeps a tensor on itself."""
+
+    kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = super().forward(x)
+        return self.kept
+
+
+class Viewing(nn.Linear):
+    """Returns a view of its input next to its result."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x), x[:1]
+
+
+class Writing(nn.Linear):
+    """Writes into its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.detach().add_(1))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, num_inputs: int, num_outputs: int) -> None:
+        super().__init__()
+        self.cell = nn.GRU(num_inputs, num_outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.cell(x)[0]
+        return found
+
+
+UNFIT: dict[str, tuple[type[nn.Module], str]] = {
+    "counting": (Counting, "calls changes in Python in each call"),
+    "reading": (Reading, "(return super().forward(x) if x.sum() < 1e9 else x) reads a value from the device"),
+    "keeping": (Keeping, "kept changes in Python in each call"),
+    "viewing": (Viewing, "it returns a view of an input or of a parameter"),
+    "writing": (Writing, "it writes into its inputs"),
+}
+
+
+class Mixed(nn.Module):
+    """A fit unit, one of another kind, and a fit one."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third = nn.Linear(4, 4), kind(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.first(x))
+        return self.third(x[0] if isinstance(x, tuple) else x)
+
+
+def trained(model: nn.Module, *, num_steps: int = 16) -> list[Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    shardwise.prepare(model, optimizer, Plan(units="leaf"))
+    losses = []
+    for step in range(num_steps):
+        loss = model(torch.randn(3, 4, generator=torch.Generator().manual_seed(step))).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def mixed(rank: int, kind: type[nn.Module]) -> tuple[dict[str, str], int]:
+    expected = trained(Mixed(kind))
+    model = Mixed(kind)
+    with simulated():
+        assert all(map(torch.equal, trained(model), expected))
+    graphs = engine_of(model).graphs
+    assert graphs is not None
+    return {watched.name: watched.why_not for watched in graphs.watched}, graphs.num_replayed
+
+
+@pytest.mark.parametrize("name", sorted(UNFIT))
+def test_a_unit_that_a_replay_would_change_runs_as_an_ordinary_one_and_says_why(name: str) -> None:
+    kind, reason = UNFIT[name]
+    ((reasons, num_replayed),) = run_ranks(mixed, num_ranks=1, args=(kind,))
+    assert reason in reasons["second"]
+    assert reasons["first"] == reasons["third"] == ""
+    assert num_replayed >= 4
+
+
+def test_a_recurrent_layer_is_no_graph() -> None:
+    ((reasons, num_replayed),) = run_ranks(mixed, num_ranks=1, args=(Recurrent,))
+    assert set(reasons) == {"first", "third"}
+    assert num_replayed >= 4
+
+
+class Full(SimulatedGraphs):
+    def free_share(self) -> float:
+        return 0.05
+
+
+def drops_when_full(rank: int) -> tuple[int, int]:
+    """Replay one form of inputs; then another comes, on a device that is nearly full."""
+    with simulated():
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        shardwise.prepare(model, optimizer, Plan())
+        graphs = engine_of(model).graphs
+        assert graphs is not None
+        for length in (*[6] * 8, 4):
+            model(batch(0, rank=rank, length=length)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if length == 6:
+                graphs._arenas[0].device.__class__ = Full
+        return graphs.num_replayed, len(graphs._arenas[0].passes)
+
+
+def test_graphs_give_their_memory_to_an_ordinary_pass_on_a_full_device() -> None:
+    ((num_replayed, num_forms),) = run_ranks(drops_when_full, num_ranks=1)
+    assert num_replayed == 2 * 4
+    assert num_forms == 0

@@ -23,12 +23,11 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.engine.graphs.reads import NotCaptured
+from shardwise.engine.graphs.step_device import FULL
 from shardwise.engine.graphs.step_pool import Block
 
 STEPS = "ordinary steps"
 EVALUATIONS = "evaluations"
-# A device counts as full if less than this share of its memory is free.
-FULL = 0.1
 # Tensors that a user of the pool leaves alive may drop all graphs this many times.
 _MOST_COSTS = 2
 # Results of evaluations up to this size, such as a loss, are always copied.

@@ -12,6 +12,8 @@ from shardwise.vocabulary.quantities import bytes_text
 
 _WAITS = "called a synchronizing CUDA operation"
 _PROTOTYPE = "Synchronization debug mode"
+# A device counts as full if less than this share of its memory is free.
+FULL = 0.1
 # Memory that the driver uses for the graphs of a step.
 _GRAPH_BYTES = 256 * 2**20
 

@@ -51,6 +51,9 @@ class GraphDevice(Protocol):
     def lacks_memory(self) -> str:
         """Return why there is too little memory for more graphs; "" if there is enough."""
 
+    def free_share(self) -> float:
+        """Return the share of the device's memory that is free."""
+
     def settle(self) -> None:
         """Wait until the device has done everything."""
 
@@ -71,6 +74,7 @@ class CudaGraphs:
         self.host_generators = generators
         self.waits = self._device.noting_waits
         self.settle = self._device.settle
+        self.free_share = self._device.free_share
         self.lacks_memory = self._device.lacks_memory
         self.offset = self._device.random_offset
 

@@ -27,6 +27,7 @@ from shardwise.comm.leave import release_before_leaving
 from shardwise.engine.activations.recompute import replace_forward
 from shardwise.engine.core.core import Core
 from shardwise.engine.graphs.reads import NotCaptured
+from shardwise.engine.graphs.step_device import FULL
 from shardwise.engine.graphs.step_pool import why_no_pool
 from shardwise.engine.optimizer.allocate import allocate_states
 from shardwise.engine.protocol import Tell
@@ -213,6 +214,9 @@ class UnitGraphs:
         if recorded is not None:
             self._start(arena, recorded, _REPLAYED)
             return
+        if self._is_short_of_memory():
+            # An ordinary pass needs memory of its own.
+            self.release()
         self._seen[key] += 1
         enough = ENOUGH[0 if len(self._seen) == 1 else 1]
         if self._seen[key] <= enough:
@@ -222,6 +226,11 @@ class UnitGraphs:
             self._mode = _OBSERVED
             return
         self._start_recording(arena, key)
+
+    def _is_short_of_memory(self) -> bool:
+        """Return whether the device is nearly full, and graphs hold some of it."""
+        held = [arena for arena in self._arenas if arena.passes]
+        return bool(held) and held[0].device.free_share() < FULL
 
     def _start_recording(self, arena: _Arena | None, key: Any) -> None:
         if arena is None:
@@ -287,19 +296,29 @@ class UnitGraphs:
     def _call(self, watched: WatchedUnit, *inputs: Any, **options: Any) -> Any:
         self.num_calls += 1
         if self._mode == _ORDINARY or watched.why_not or _is_special(watched.device):
-            return watched.forward(*inputs, **options)
+            return self._ordinary(watched, inputs, options)
         tensors: list[Tensor] = []
         try:
             form = form_of((inputs, options), tensors)
             if any(tensor.device != watched.device for tensor in tensors):
-                return watched.forward(*inputs, **options)
+                return self._ordinary(watched, inputs, options)
         except NotCaptured:
-            return watched.forward(*inputs, **options)
+            return self._ordinary(watched, inputs, options)
         if self._mode == _OBSERVED:
             ordinary = partial(watched.forward, *inputs, **options)
             return watched.observe(ordinary, tensors=tensors, graphs=self._arenas[0].device)
         result = self._graphed(watched, (inputs, options), tensors, form=form)
-        return watched.forward(*inputs, **options) if result is NOT_REPLAYED else result
+        return self._ordinary(watched, inputs, options) if result is NOT_REPLAYED else result
+
+    def _ordinary(self, watched: WatchedUnit, inputs: Any, options: Any) -> Any:
+        """Run an ordinary call; if memory runs out while graphs hold some, without them."""
+        try:
+            return watched.forward(*inputs, **options)
+        except torch.OutOfMemoryError:
+            if not any(arena.passes for arena in self._arenas) or recomputing():
+                raise
+        self.release()
+        return watched.forward(*inputs, **options)
 
     def _graphed(self, watched: WatchedUnit, call: tuple[Any, Any], tensors: Sequence[Tensor], *, form: Any) -> Any:
         """Record or replay a call; return NOT_REPLAYED if it has to run as an ordinary one."""
