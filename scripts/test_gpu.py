@@ -32,6 +32,8 @@ SECONDS = {
     "test_captured_memory.py": 39,
     "test_train_probe_cuda.py": 32,
     "test_graph_update.py": 31,
+    "test_unit_graphs_cuda.py": 150,
+    "test_fuzz_cuda.py": 150,
     "test_survive_nccl.py": 24,
 }
 

@@ -13,8 +13,11 @@ import torch.distributed as dist  # noqa: E402
 from loops import LOOPS  # noqa: E402
 from test_unit_graphs import PLANS, STRATEGIES, difference, run  # noqa: E402
 
+from shardwise.engine.unit_graphs import unit_graphs  # noqa: E402
+
 
 def main() -> None:
+    unit_graphs.ON_SEVERAL_RANKS = True
     torch.cuda.set_device(0)
     torch.use_deterministic_algorithms(True)
     store = dist.FileStore(str(FOLDER / "store"), NUM_RANKS)

@@ -42,6 +42,9 @@ from shardwise.spec import ROOT
 
 # Ordinary passes of a form before it is recorded, while it is the only one and otherwise: about six replays repay it.
 ENOUGH = (3, 6)
+# Whether units are graphs where ranks communicate. With two NCCL ranks that share a GPU, the first recorded pass of
+# sharded units has another loss than an ordinary one (tests/gpu/test_unit_graphs_cuda.py); on one rank all bits are equal.
+ON_SEVERAL_RANKS = False
 # Forms whose graphs are kept, and passes that may overlap.
 _MOST_FORMS = 32
 _MOST_ARENAS = 2
@@ -344,7 +347,7 @@ def unit_graphs_of(core: Core, *, optimizers: Iterable[Optimizer]) -> UnitGraphs
     plan, device = core.plan, core.setting.device
     if device.type != "cuda" or plan.capture == "off" or capture_is_off():
         return None
-    if plan.offload_activations or why_no_pool():
+    if plan.offload_activations or why_no_pool() or (core.setting.groups.mesh.num_ranks > 1 and not ON_SEVERAL_RANKS):
         return None
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     tell = (lambda line: warnings.warn(line, stacklevel=2)) if is_first else lambda line: None
