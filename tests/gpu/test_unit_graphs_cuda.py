@@ -14,7 +14,7 @@ pytestmark = [
 ]
 
 
-_OPEN = pytest.mark.xfail(reason="losses differ with two NCCL ranks, where unit graphs are off (ON_SEVERAL_RANKS)")
+_OPEN = pytest.mark.xfail(reason="losses differed with two NCCL ranks, where unit graphs are off (ON_SEVERAL_RANKS)")
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=_OPEN)])
