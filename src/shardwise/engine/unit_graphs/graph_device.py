@@ -110,8 +110,8 @@ class CudaGraphs:
                 begun = True
                 result = compute()
                 graph.capture_end()
-            # At its beginning a capture writes the seed and the offset of random numbers, on its stream. Replays set them
-            # on the current one, which may still wait for other ranks, and must not be overtaken.
+            # At its beginning a capture writes the seed and the offset of random numbers, on its stream. Replays set
+            # them on the current one, which may still wait for other ranks, and must not be overtaken.
             torch.cuda.current_stream(self._device.device).wait_stream(stream)
             fill_by_kernels(graph)
             graph.instantiate()
