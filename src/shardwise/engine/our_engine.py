@@ -88,6 +88,10 @@ class OurEngine(TrainingEngine):
     def settle(self, model: nn.Module) -> None:
         engine_of(model).core.wait_gathers()
 
+    def replayed_calls(self, model: nn.Module) -> tuple[int, int]:
+        graphs = engine_of(model).graphs
+        return (0, 0) if graphs is None else (graphs.num_calls, graphs.num_replayed)
+
     def omit_memory_advice(self, model: nn.Module) -> None:
         engine_of(model).predicts_alone = False
 

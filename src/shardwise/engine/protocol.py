@@ -172,6 +172,10 @@ class TrainingEngine(HeldState):
     def settle(self, model: nn.Module) -> None:
         """Wait for the collectives that a step has left in flight."""
 
+    def replayed_calls(self, model: nn.Module) -> tuple[int, int]:
+        """Return how many calls of units there were so far, and how many of them were replays of graphs."""
+        return 0, 0
+
     @abstractmethod
     def omit_memory_advice(self, model: nn.Module) -> None:
         """Leave predictions out of an out-of-memory error: the caller adds better ones."""

@@ -15,6 +15,7 @@ from shardwise.data.sampler import DistributedSampler
 from shardwise.engine.graphs.compile_clock import CompileClock
 from shardwise.engine.optimizer.scaler import GradScaler
 from shardwise.engine.out_of_memory.survive import NoGuard
+from shardwise.engine.protocol import find_engine
 from shardwise.engine.random_states import random_states
 from shardwise.engines import capture
 from shardwise.launch.failure import during
@@ -126,8 +127,10 @@ def take_step(training: Training) -> Taken:
     lr = lr_at(training.step, schedule=schedule, lr=lr, num_steps=training.num_steps)
     set_lr(training.optimizer, lr)
     passes = next_passes(training)
+    before = _replayed_calls(training)
     with CompileClock() as clock:
         loss, grad_norm = training.update(training, passes.weights, passes.batches)
+    num_calls, num_replayed = (now - then for now, then in zip(_replayed_calls(training), before, strict=True))
     take_report = getattr(training.update, "take_report", None)
     captured, capture_note = (False, None) if take_report is None else take_report()
     tokens = tokens_per_sample(passes.batches[0])
@@ -144,7 +147,13 @@ def take_step(training: Training) -> Taken:
         compile_seconds=clock.seconds if clock.num_compiles else None,
         captured=captured,
         capture_note=capture_note,
+        replayed_share=num_replayed / num_calls if num_calls else None,
     )
+
+
+def _replayed_calls(training: Training) -> tuple[int, int]:
+    engine = find_engine(training.model)
+    return (0, 0) if engine is None else engine.replayed_calls(training.model)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,6 +39,7 @@ class StepMetrics:
     evaluation      metrics after this step, if it was evaluated
     compile_seconds share of torch.compile in this step on this rank; None if it compiled nothing
     captured        whether the step was a replay of CUDA graphs; capture_note: decisions on capturing in this step
+    replayed_share  share of the calls of units that were replays of graphs; None without unit graphs
     """
 
     step: int
@@ -58,6 +59,7 @@ class StepMetrics:
     compile_seconds: float | None = None
     captured: bool = False
     capture_note: str | None = None
+    replayed_share: float | None = None
 
     def to_json(self) -> str:
         """Return one line; JSON has no NaN and no Inf, so they become null."""
@@ -85,6 +87,7 @@ class Taken:
     compile_seconds: float | None = None
     captured: bool = False
     capture_note: str | None = None
+    replayed_share: float | None = None
 
 
 class Window:
@@ -140,6 +143,7 @@ class Window:
                 compile_seconds=step.compile_seconds,
                 captured=step.captured,
                 capture_note=step.capture_note,
+                replayed_share=step.replayed_share,
             )
             for step, loss, norm in zip(taken, means, norms, strict=True)
         ]

@@ -108,12 +108,13 @@ def test_tensorboard_holds_the_same_numbers(tmp_path: Path) -> None:
 
 def test_what_was_captured_and_why_not_is_in_the_lines_and_on_the_console(tmp_path: Path) -> None:
     note = "capture: ordinary steps, not captured: model.calls changes in Python in each step"
-    steps = [metrics(3), metrics(4, capture_note=note), metrics(5, captured=True)]
+    steps = [metrics(3), metrics(4, capture_note=note, replayed_share=0.75), metrics(5, captured=True)]
     file = JsonLines(tmp_path / "metrics.jsonl", last_step=0)
     file.write(steps)
     file.close()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(row["captured"], row["capture_note"]) for row in rows] == [(False, None), (False, note), (True, None)]
+    assert [row["replayed_share"] for row in rows] == [None, 0.75, None]
     out = StringIO()
     PlainLines(Console(file=out, width=60), first_step=0, num_steps=9).write(steps)
     assert "torch.compile" not in out.getvalue()
