@@ -36,9 +36,8 @@ from shardwise.engine.unit_graphs.graph_device import CudaGraphs, GraphDevice
 from shardwise.engine.unit_graphs.recorded_pass import NOT_REPLAYED, RecordedPass
 from shardwise.engine.unit_graphs.slots import Slots
 from shardwise.engine.unit_graphs.watched_unit import WatchedUnit
-from shardwise.program import StepProgram
 from shardwise.program.hooks import recomputing, transforming
-from shardwise.spec import ROOT
+from shardwise.spec import ROOT, ModelSpec
 
 # Ordinary passes of a form before it is recorded, while it is the only one and otherwise: about six replays repay it.
 ENOUGH = (3, 6)
@@ -104,7 +103,7 @@ class UnitGraphs:
         self._retired: list[_Arena] = []
         self._slots = slots
         self._optimizers = optimizers
-        self._program: StepProgram | None = None
+        self._spec: ModelSpec | None = None
         self.watched: list[WatchedUnit] = []
         self.num_calls = self.num_replayed = 0
         self._paused = False
@@ -182,10 +181,16 @@ class UnitGraphs:
     def resume(self) -> None:
         self._paused = False
 
+    def _take_slots(self) -> None:
+        """Gather at fixed addresses from now on, as the program of this spec needs them."""
+        if self._slots is not None and self._spec is not self._core.spec:
+            self._spec = self._core.spec
+            self._slots.assign(self._core.units.values(), program=self._core.program)
+
     def _leave_slots(self) -> None:
-        if self._slots is not None and self._program is not None:
+        if self._slots is not None and self._spec is not None:
             self._slots.leave(self._core.units.values())
-            self._program = None
+            self._spec = None
 
     # A pass
 
@@ -205,9 +210,6 @@ class UnitGraphs:
         self._key = key = (trains, inputs)
         if self._paused or not learned or self._failures[key] >= _MOST_FAILURES:
             return
-        if self._slots is not None and self._program is not self._core.program:
-            self._program = self._core.program
-            self._slots.assign(self._core.units.values(), program=self._program)
         arena = next((arena for arena in self._arenas if arena.is_free()), None)
         recorded = arena.passes.get(key) if arena is not None else None
         if recorded is not None and recorded.num_computed > _MOST_COMPUTED:
@@ -215,6 +217,7 @@ class UnitGraphs:
             arena.passes.pop(key).release()  # type: ignore[union-attr]
             recorded = None
         if recorded is not None:
+            self._take_slots()
             self._start(arena, recorded, _REPLAYED)
             return
         if self._is_short_of_memory():
@@ -224,6 +227,7 @@ class UnitGraphs:
         enough = ENOUGH[0 if len(self._seen) == 1 else 1]
         if self._seen[key] <= enough:
             return
+        self._take_slots()
         if key not in self._observed:
             self._observed.add(key)
             self._mode = _OBSERVED
