@@ -224,8 +224,8 @@ def drops_when_full(rank: int) -> tuple[int, int]:
             optimizer.step()
             optimizer.zero_grad()
             if length == 6:
-                graphs._arenas[0].device.__class__ = Full
-        return graphs.num_replayed, len(graphs._arenas[0].passes)
+                graphs.arenas.all[0].device.__class__ = Full
+        return graphs.num_replayed, len(graphs.arenas.all[0].passes)
 
 
 def test_graphs_give_their_memory_to_an_ordinary_pass_on_a_full_device() -> None:

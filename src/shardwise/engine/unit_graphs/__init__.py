@@ -7,6 +7,7 @@ static_place.py    a tensor at a fixed address, which may be lent to code outsid
 recorded_call.py   the two graphs of one call: forward and backward
 replayed_call.py   a replayed call as a node of autograd
 recorded_pass.py   the calls of one pass in order, which share memory
+arena.py           memory for the graphs of passes; overlapping passes use several
 slots.py           fixed addresses for gathered parameters
 unit_graphs.py     decides for each pass: ordinary, observed, recorded or replayed
 """

@@ -31,6 +31,7 @@ from shardwise.engine.graphs.step_device import FULL
 from shardwise.engine.graphs.step_pool import why_no_pool
 from shardwise.engine.optimizer.allocate import allocate_states
 from shardwise.engine.protocol import Tell
+from shardwise.engine.unit_graphs.arena import Arena, Arenas
 from shardwise.engine.unit_graphs.call_form import form_of, shapes_of
 from shardwise.engine.unit_graphs.graph_device import CudaGraphs, GraphDevice
 from shardwise.engine.unit_graphs.recorded_pass import NOT_REPLAYED, RecordedPass
@@ -44,41 +45,13 @@ ENOUGH = (3, 6)
 # Whether units are graphs where ranks communicate. With two NCCL ranks that share a GPU, dropout drew other numbers in
 # recorded passes; a wait in graph_device.py mends the likely cause, and is to be tried on a GPU before this is True.
 ON_SEVERAL_RANKS = False
-# Forms whose graphs are kept, and passes that may overlap.
-_MOST_FORMS = 32
-_MOST_ARENAS = 2
+# Forms that are counted before counting begins again.
+_MOST_COUNTED = 10_000
 # Recordings of one form that may fail, and backwards of one that may be computed again, before it stays ordinary.
 _MOST_FAILURES = 3
 _MOST_COMPUTED = 8
 
 _ORDINARY, _OBSERVED, _RECORDED, _REPLAYED = range(4)
-
-
-class _Arena:
-    """Graphs that share one pool of memory: one pass at a time uses it."""
-
-    def __init__(self, device: GraphDevice) -> None:
-        self.device = device
-        self.passes: dict[Any, RecordedPass] = {}
-        # The last pass that began here, and its form.
-        self.current: RecordedPass | None = None
-        self.key: Any = None
-        self.most_elements = 0
-
-    def is_free(self) -> bool:
-        return self.current is None or self.current.is_free()
-
-    def release(self) -> None:
-        """Destroy all graphs and give their memory back. The arena must be free."""
-        recorded = [*self.passes.values(), *([self.current] if self.current is not None else [])]
-        if recorded:
-            self.device.settle()
-            for one in recorded:
-                one.release()
-            self.device.renew()
-        self.passes.clear()
-        self.current = None
-        self.most_elements = 0
 
 
 class UnitGraphs:
@@ -97,10 +70,8 @@ class UnitGraphs:
         optimizers: Iterable[Optimizer] = (),
     ) -> None:
         self._core = core
-        self._make_device = make_device
         self._tell = tell
-        self._arenas = [_Arena(make_device())]
-        self._retired: list[_Arena] = []
+        self.arenas = Arenas(make_device)
         self._slots = slots
         self._optimizers = optimizers
         self._spec: ModelSpec | None = None
@@ -110,7 +81,7 @@ class UnitGraphs:
         self._inputs: tuple[Any, ...] = ()
         self._mode = _ORDINARY
         self._key: Any = None
-        self._arena: _Arena | None = None
+        self._arena: Arena | None = None
         self._number = 0
         self._seen: Counter[Any] = Counter()
         self._failures: Counter[Any] = Counter()
@@ -148,21 +119,7 @@ class UnitGraphs:
     def release(self) -> None:
         """Destroy all graphs; later passes are recorded again."""
         self._mode = _ORDINARY
-        for arena in list(self._arenas):
-            self._drop(arena)
-
-    def _drop(self, arena: _Arena) -> _Arena:
-        """Destroy an arena's graphs; return the arena to record in next.
-
-        One whose memory is still needed, for a backward or by a tensor that somebody holds, is kept until it is not.
-        """
-        if arena.is_free():
-            arena.release()
-            return arena
-        self._retired.append(arena)
-        new = _Arena(self._make_device())
-        self._arenas[self._arenas.index(arena)] = new
-        return new
+        self.arenas.release()
 
     def renew(self) -> None:
         """Begin again: the model's parameters or modules have changed."""
@@ -210,54 +167,45 @@ class UnitGraphs:
         self._key = key = (trains, inputs)
         if self._paused or not learned or self._failures[key] >= _MOST_FAILURES:
             return
-        arena = next((arena for arena in self._arenas if arena.is_free()), None)
-        recorded = arena.passes.get(key) if arena is not None else None
-        if recorded is not None and recorded.num_computed > _MOST_COMPUTED:
+        arena = self.arenas.free()
+        if arena is not None and key in arena.passes:
+            recorded = arena.passes[key]
+            if recorded.num_computed <= _MOST_COMPUTED:
+                self._take_slots()
+                self._start(arena, recorded, _REPLAYED)
+                return
             self._fail(key)
-            arena.passes.pop(key).release()  # type: ignore[union-attr]
-            recorded = None
-        if recorded is not None:
-            self._take_slots()
-            self._start(arena, recorded, _REPLAYED)
-            return
-        if self._is_short_of_memory():
+            arena.remove(key)
+        if self.arenas.hold_graphs and self.arenas.all[0].device.free_share() < FULL:
             # An ordinary pass needs memory of its own.
             self.release()
-        self._seen[key] += 1
-        enough = ENOUGH[0 if len(self._seen) == 1 else 1]
-        if self._seen[key] <= enough:
+        self._count(key)
+        if self._seen[key] <= ENOUGH[0 if len(self._seen) == 1 else 1]:
             return
         self._take_slots()
         if key not in self._observed:
             self._observed.add(key)
             self._mode = _OBSERVED
-            return
-        self._start_recording(arena, key)
+        else:
+            self._start_recording(key)
 
-    def _is_short_of_memory(self) -> bool:
-        """Return whether the device is nearly full, and graphs hold some of it."""
-        held = [arena for arena in self._arenas if arena.passes]
-        return bool(held) and held[0].device.free_share() < FULL
+    def _count(self, key: Any) -> None:
+        if len(self._seen) >= _MOST_COUNTED:
+            self._seen.clear()
+        self._seen[key] += 1
 
-    def _start_recording(self, arena: _Arena | None, key: Any) -> None:
+    def _start_recording(self, key: Any) -> None:
+        arena = self.arenas.free_or_new()
         if arena is None:
-            if len(self._arenas) == _MOST_ARENAS:
-                return
-            arena = _Arena(self._make_device())
-            self._arenas.append(arena)
+            return
         if arena.device.lacks_memory():
             self._fail(key)
             return
-        elements = _elements(key)
-        if elements > arena.most_elements or len(arena.passes) >= _MOST_FORMS:
-            # Recorded first, the largest form leaves memory that all others fit into.
-            arena = self._drop(arena)
-        arena.most_elements = max(arena.most_elements, elements)
-        arena.device.begin_recordings()
-        self._start(arena, RecordedPass(arena.device), _RECORDED)
+        if not arena.has_room(_elements(key)):
+            arena = self.arenas.drop(arena)
+        self._start(arena, arena.begin_recording(_elements(key)), _RECORDED)
 
-    def _start(self, arena: _Arena | None, recorded: RecordedPass, mode: int) -> None:
-        assert arena is not None
+    def _start(self, arena: Arena, recorded: RecordedPass, mode: int) -> None:
         self._arena, self._mode = arena, mode
         arena.current, arena.key = recorded, self._key
         recorded.begin(self._number)
@@ -265,7 +213,7 @@ class UnitGraphs:
     def _end_recordings(self) -> None:
         """Keep what earlier passes have recorded, once their backwards are over."""
         failed = False
-        for arena in self._arenas:
+        for arena in self.arenas.all:
             recorded = arena.current
             if recorded is None or not recorded.is_recording or not recorded.is_over():
                 continue
@@ -279,9 +227,7 @@ class UnitGraphs:
         if failed:
             # A failed capture has replaced the state of the random generator, which other graphs refer to.
             self.release()
-        for arena in [arena for arena in self._retired if arena.is_free()]:
-            arena.release()
-            self._retired.remove(arena)
+        self.arenas.release_retired()
 
     def _fail(self, key: Any) -> None:
         self._failures[key] += 1
@@ -313,7 +259,7 @@ class UnitGraphs:
             return self._ordinary(watched, inputs, options)
         if self._mode == _OBSERVED:
             ordinary = partial(watched.forward, *inputs, **options)
-            return watched.observe(ordinary, tensors=tensors, graphs=self._arenas[0].device)
+            return watched.observe(ordinary, tensors=tensors, graphs=self.arenas.all[0].device)
         result = self._graphed(watched, (inputs, options), tensors, form=form)
         return self._ordinary(watched, inputs, options) if result is NOT_REPLAYED else result
 
@@ -322,7 +268,7 @@ class UnitGraphs:
         try:
             return watched.forward(*inputs, **options)
         except torch.OutOfMemoryError:
-            if not any(arena.passes for arena in self._arenas) or recomputing():
+            if not self.arenas.hold_graphs or recomputing():
                 raise
         self.release()
         return watched.forward(*inputs, **options)

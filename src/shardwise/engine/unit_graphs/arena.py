@@ -1,0 +1,108 @@
+"""Memory for the graphs of passes: one pass at a time uses an arena, and passes that overlap use several."""
+
+from collections.abc import Callable
+from typing import Any
+
+from shardwise.engine.unit_graphs.graph_device import GraphDevice
+from shardwise.engine.unit_graphs.recorded_pass import RecordedPass
+
+# Forms of passes whose graphs are kept in one arena, and passes that may overlap.
+_MOST_FORMS = 32
+_MOST_ARENAS = 2
+
+
+class Arena:
+    """Graphs that share one pool of memory.
+
+    passes     by their form
+    current    the last pass that began here; `key`: its form
+    """
+
+    def __init__(self, device: GraphDevice) -> None:
+        self.device = device
+        self.passes: dict[Any, RecordedPass] = {}
+        self.current: RecordedPass | None = None
+        self.key: Any = None
+        self._most_elements = 0
+
+    def is_free(self) -> bool:
+        """Return whether a pass may begin here."""
+        return self.current is None or self.current.is_free()
+
+    def has_room(self, num_elements: int) -> bool:
+        """Return whether a pass of this size can be recorded next to the others.
+
+        Recorded first, the largest one leaves memory that all others fit into.
+        """
+        return num_elements <= self._most_elements and len(self.passes) < _MOST_FORMS
+
+    def begin_recording(self, num_elements: int) -> RecordedPass:
+        self._most_elements = max(self._most_elements, num_elements)
+        self.device.begin_recordings()
+        return RecordedPass(self.device)
+
+    def remove(self, key: Any) -> None:
+        """Destroy the graphs of one form."""
+        self.device.settle()
+        self.passes.pop(key).release()
+
+    def release(self) -> None:
+        """Destroy all graphs and give their memory back. The arena must be free."""
+        recorded = [*self.passes.values(), *([self.current] if self.current is not None else [])]
+        if recorded:
+            self.device.settle()
+            for one in recorded:
+                one.release()
+            self.device.renew()
+        self.passes.clear()
+        self.current = None
+        self._most_elements = 0
+
+
+class Arenas:
+    """The arenas of one model."""
+
+    def __init__(self, make_device: Callable[[], GraphDevice]) -> None:
+        self._make_device = make_device
+        self.all = [Arena(make_device())]
+        self._retired: list[Arena] = []
+
+    @property
+    def hold_graphs(self) -> bool:
+        return any(arena.passes for arena in self.all)
+
+    def free(self) -> Arena | None:
+        """Return an arena in which a pass may begin, if there is one."""
+        return next((arena for arena in self.all if arena.is_free()), None)
+
+    def free_or_new(self) -> Arena | None:
+        """Return a free arena, or another one; None if there are too many."""
+        found = self.free()
+        if found is None and len(self.all) < _MOST_ARENAS:
+            found = Arena(self._make_device())
+            self.all.append(found)
+        return found
+
+    def drop(self, arena: Arena) -> Arena:
+        """Destroy an arena's graphs; return the arena to record in next.
+
+        One whose memory is still needed, for a backward or by a tensor that somebody holds, is kept until it is not.
+        """
+        if arena.is_free():
+            arena.release()
+            return arena
+        self._retired.append(arena)
+        new = Arena(self._make_device())
+        self.all[self.all.index(arena)] = new
+        return new
+
+    def release(self) -> None:
+        """Destroy all graphs."""
+        for arena in list(self.all):
+            self.drop(arena)
+
+    def release_retired(self) -> None:
+        """Give the memory of retired arenas back, once it is no longer needed."""
+        for arena in [arena for arena in self._retired if arena.is_free()]:
+            arena.release()
+            self._retired.remove(arena)
