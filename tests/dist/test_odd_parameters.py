@@ -112,7 +112,7 @@ PARTS = [
     "shardwise.engine.prepare.check_model",
     "shardwise.engine.prepare.take_apart",
     "shardwise.engine.core.assembly.make_units",
-    "shardwise.engine.prepare.wrap_units",
+    "shardwise.engine.engine.wrap_units",
 ]
 
 
