@@ -232,3 +232,29 @@ def test_graphs_give_their_memory_to_an_ordinary_pass_on_a_full_device() -> None
     ((num_replayed, num_forms),) = run_ranks(drops_when_full, num_ranks=1)
     assert num_replayed == 2 * 4
     assert num_forms == 0
+
+
+def hooked_later(rank: int) -> tuple[int, int, int]:
+    """A hook comes while units are replayed: it is called from then on, and its unit is an ordinary one."""
+    calls: list[int] = []
+    with simulated():
+        model = Mixed(nn.Linear)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        shardwise.prepare(model, optimizer, Plan(units="leaf"))
+        graphs = engine_of(model).graphs
+        assert graphs is not None
+        for step in range(20):
+            if step == 10:
+                model.second.register_forward_hook(lambda *given: calls.append(1))
+            model(torch.randn(3, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return len(calls), graphs.num_replayed, graphs.num_calls
+
+
+def test_a_hook_that_comes_later_is_called() -> None:
+    ((num_hooked, num_replayed, num_calls),) = run_ranks(hooked_later, num_ranks=1)
+    assert num_hooked == 10
+    # The first replays of all three, and then of the other two.
+    assert num_replayed == (20 - 6) * 3 - 10
+    assert num_calls == 20 * 3

@@ -7,6 +7,7 @@ forward changes something in Python, reads a value from the device or draws rand
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -21,12 +22,13 @@ from shardwise.engine.graphs.reads import noting_reads
 from shardwise.engine.graphs.torch_modes import torch_modes
 from shardwise.engine.unit_graphs.graph_device import GraphDevice
 
+_HOOKED = "it has a hook, which a replay would not call"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitKey:
-    """The state of a unit. `held`: the values of its modules' attributes, parameters and buffers, in order."""
+    """The state of a unit. `held`: its modules' classes, attributes, parameters, buffers and modules, in order."""
 
     held: list[Any]
     others: tuple[Any, ...]
@@ -64,11 +66,11 @@ class WatchedUnit:
     def find_state(self) -> None:
         """Find the parameters and the Python state again."""
         self._state = PythonState(self.module)
-        modules = list(self.module.modules())
+        modules = self._modules = list(self.module.modules())
         self._hooks = [getattr(module, name) for module in modules for name in _HOOKS]
         own = [(module.__dict__, module._parameters, module._buffers, module._modules) for module in modules]
-        # In which everything that a module holds by name is found.
-        self._namespaces = [namespace for namespaces in own for namespace in namespaces if namespace]
+        # In which everything that a module holds by name is found, also what is added.
+        self._namespaces = [namespace for namespaces in own for namespace in namespaces]
         places = [(namespace, name) for _, namespace, _, _ in own for name in namespace]
         # Where each parameter is in the modules; one may be in several.
         self._places = [(namespace, name) for namespace, name in places if namespace[name] is not None]
@@ -84,13 +86,12 @@ class WatchedUnit:
                 return "it shares parameters with another unit"
         if any(_holds_parameters(module) for module in self.module.modules()):
             return "a module of it holds parameters in lists, as nn.GRU does"
-        hooked = foreign_hook(self.module)
-        return "it has a hook, which a replay would not call" if hooked else ""
+        return _HOOKED if foreign_hook(self.module) else ""
 
     def key(self) -> "UnitKey":
         """Return everything besides its inputs that a call depends on."""
         return UnitKey(
-            held=[value for namespace in self._namespaces for value in namespace.values()],
+            held=[*map(type, self._modules), *chain.from_iterable(map(dict.values, self._namespaces))],
             others=(
                 torch_modes(self.device.type),
                 self._state.contents(),
@@ -137,6 +138,7 @@ class WatchedUnit:
         changed = self._state.changed(values) or (replaced[0] if replaced else "")
         on_host = [name for name in after if before.get(name) != after[name] and own[name].device != self.device]
         reasons = (
+            _HOOKED if foreign_hook(self.module) else "",
             noted.unguarded or (f"{noted.reads[0].place} reads a value from the device" if noted.reads else ""),
             f"{waited[0]} waits for the device" if waited else "",
             "it draws random numbers on the CPU" if graphs.host_generators() != drawn else "",
