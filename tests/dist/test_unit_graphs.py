@@ -9,6 +9,7 @@ from loops import LOOPS, Model, batch
 from ranks import run_ranks
 from simulated_graphs import SimulatedGraphs, simulated
 from torch import Tensor, nn
+from whole import whole
 
 import shardwise
 from shardwise.engine.engine import engine_of
@@ -56,7 +57,7 @@ def compared(rank: int, loop: str, options: dict[str, Any], model_options: dict[
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", *whole("zero2", "shard_grad_op")])
 @pytest.mark.parametrize("loop", sorted(LOOPS))
 def test_a_loop_with_unit_graphs_has_the_bits_of_the_same_loop_without(loop: str, strategy: str) -> None:
     for num_calls, num_replayed in run_ranks(compared, num_ranks=2, args=(loop, {"strategy": strategy}, {})):
