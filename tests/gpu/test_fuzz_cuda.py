@@ -14,18 +14,20 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("graphs", ["steps", "units"])
 @pytest.mark.parametrize(
-    ("num_ranks", "num_seeds"),
+    ("graphs", "num_ranks", "num_seeds"),
     [
-        (1, 60),
-        (2, 15),
-        pytest.param(1, 300, marks=pytest.mark.whole),
-        pytest.param(2, 60, marks=pytest.mark.whole),
+        ("steps", 1, 60),
+        ("steps", 2, 15),
+        # On several ranks units are no graphs.
+        ("units", 1, 60),
+        pytest.param("steps", 1, 300, marks=pytest.mark.whole),
+        pytest.param("steps", 2, 60, marks=pytest.mark.whole),
+        pytest.param("units", 1, 420, marks=pytest.mark.whole),
     ],
 )
 def test_random_compositions_with_graphs_are_right_or_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int, num_seeds: int, graphs: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graphs: str, num_ranks: int, num_seeds: int
 ) -> None:
     monkeypatch.setenv("FUZZ_SEEDS", f"0:{num_seeds}")
     monkeypatch.setenv("FUZZ_GRAPHS", graphs)

@@ -44,7 +44,7 @@ class RecordedCall:
         self.inputs: list[StaticPlace] = []
         self.made: list[StaticPlace] = []
         self.needs_grad: list[bool] = []
-        self.results: list[StaticPlace | int | Any] = []
+        self.results: list[Any] = []
         self.outputs: list[StaticPlace] = []
         self.differentiable: list[bool] = []
         self.tree: TreeSpec

@@ -28,7 +28,7 @@ class RecordedPass:
     """The recorded calls of passes whose inputs have one form.
 
     is_recording   the first pass: calls are added
-    failed         a call could not be recorded, or its backward did not come: it is better to record again
+    failed         why a call could not be recorded; "" if all could
     num_computed   backwards that were computed again instead of replayed
     """
 
@@ -187,6 +187,9 @@ class RecordedPass:
         """The backward of a call is over: the memory of its outputs and inputs may be written."""
         self._open.pop(call.number, None)
         self._lent += call.outputs
+        for place in call.made:
+            # The tensor that was copied here may go.
+            place.source = None
         if self.is_recording:
             for place in call.made:
                 place.owner = None
