@@ -91,7 +91,7 @@ class UnitGraphs:
         core, undo = self._core, []
         units = list(core.units.values())
         for unit in units:
-            if unit.name != ROOT and unit.flats:
+            if unit.name != ROOT and unit.flats and core.plan.may_capture(unit.name):
                 recompute = core.plan.recompute_of(unit.name)
                 watched = WatchedUnit(unit, units=units, recompute=recompute, device=core.setting.device)
                 if not watched.why_not:
