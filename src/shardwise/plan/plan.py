@@ -103,13 +103,14 @@ class Plan:
     capture: str | bool = key(
         "auto",
         "whole steps (shardwise.step, shardwise.capture, train), or the units of an ordinary loop, run as CUDA graphs: "
-        "where that is safe and faster (auto), always as whole steps (on) or never (off). TOML may also say true or false",
+        "where that is safe and faster (auto), always as whole steps (on) or never (off). TOML may also "
+        "say true or false",
         form=_CAPTURE,
     )
     uncaptured: tuple[str, ...] = key(
         (),
-        "units (`blocks.3`) whose forward does something in Python at every call that a CUDA graph would leave out, such "
-        "as counting: they are in no graph, and so whole steps are not captured",
+        "units (`blocks.3`) whose forward does something in Python at every call that a CUDA graph would leave out, "
+        "such as counting: they are in no graph, and so whole steps are not captured",
         form=pattern_list("unit"),
     )
     engine: str = key(
