@@ -1,12 +1,14 @@
 """A GraphDevice on the CPU: records the operations of a function, and runs them again on the same tensors.
 
 It is adversarial where a GPU is merely fast: a recording computes nothing that could be read, and each replay fills
-all graph memory with NaN that was free when the graph was recorded, as if the graph had been given all of it.
+all graph memory with NaN that was free when the graph was recorded, as if the graph had been given all of it. Parameters
+are gathered at other addresses now and then.
 """
 
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from random import Random
 from typing import Any
 
 import torch
@@ -23,6 +25,8 @@ from shardwise.engine.unit_graphs.static_place import StaticPlace
 from shardwise.engine.unit_graphs.unit_graphs import UnitGraphs
 from shardwise.engine.unit_graphs.watched_unit import WatchedUnit
 
+# Share of the times at which a unit's parameters are elsewhere.
+_MOVED = 0.05
 # They change the form of a tensor, not its memory.
 _FORMS = ("t_", "transpose_", "squeeze_", "unsqueeze_", "as_strided_", "detach_", "set_")
 
@@ -160,8 +164,13 @@ def _refuse(tensor: Tensor, assumed: bool) -> None:
 
 
 @contextmanager
-def simulated(*, at_once: bool = False) -> Iterator[None]:
-    """Give models that are prepared inside this block simulated graphs; `at_once`: of every form that they see."""
+def simulated(*, at_once: bool = False, moved: float = _MOVED) -> Iterator[None]:
+    """Give models that are prepared inside this block simulated graphs.
+
+    at_once   of every form that they see
+    moved     share of the times at which a unit's parameters seem to have been gathered elsewhere, so that a forward is
+              an ordinary one, or a backward computes it again
+    """
     enough = unit_graphs_module.ENOUGH
     unit_graphs_module.ENOUGH = (0, 0) if at_once else enough
     addresses, make = WatchedUnit.addresses, engine_module.unit_graphs_of
@@ -172,7 +181,8 @@ def simulated(*, at_once: bool = False) -> Iterator[None]:
         return UnitGraphs(core, make_device=SimulatedGraphs, tell=lambda line: None, optimizers=optimizers)
 
     # The recorded operations hold the parameters themselves, wherever these are.
-    WatchedUnit.addresses = lambda watched: []  # type: ignore[method-assign]
+    drawn = Random(0)
+    WatchedUnit.addresses = lambda watched: [drawn.random() < moved]  # type: ignore[method-assign]
     engine_module.unit_graphs_of = unit_graphs_of
     try:
         yield

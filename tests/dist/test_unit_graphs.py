@@ -9,6 +9,7 @@ from loops import LOOPS, Model, batch
 from ranks import run_ranks
 from simulated_graphs import SimulatedGraphs, simulated
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
 from whole import whole
 
 import shardwise
@@ -261,10 +262,55 @@ def test_graphs_give_their_memory_to_an_ordinary_pass_on_a_full_device() -> None
     assert num_forms == 0
 
 
+class Skipping(nn.Module):
+    """Leaves a unit out of most passes; that one and another write their buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third = (spectral_norm(nn.Linear(4, 4)) for _ in range(3))
+        self.number = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        # Neither in the pass that is observed nor in most later ones.
+        x = self.second(x) if self.number % 5 == 0 else x
+        return self.third(x)
+
+
+def skipping(rank: int) -> tuple[int, int]:
+    def losses(model: Skipping) -> list[Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        shardwise.prepare(model, optimizer, Plan(units="class:ParametrizedLinear"))
+        found = []
+        for number in range(40):
+            model.number = number
+            loss = model(torch.randn(3, 4, generator=torch.Generator().manual_seed(number))).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.detach())
+        return found
+
+    expected = losses(Skipping())
+    with simulated(moved=0.1):
+        model = Skipping()
+        assert all(map(torch.equal, losses(model), expected))
+    graphs = engine_of(model).graphs
+    assert graphs is not None
+    return graphs.num_replayed, sum(one.num_computed for one in graphs.arenas.all[0].passes.values())
+
+
+def test_a_backward_that_computes_a_forward_again_begins_with_the_buffers_that_it_had() -> None:
+    ((num_replayed, num_computed),) = run_ranks(skipping, num_ranks=1)
+    assert num_replayed > 10
+    assert num_computed > 0
+
+
 def hooked_later(rank: int) -> tuple[int, int, int]:
     """A hook comes while units are replayed: it is called from then on, and its unit is an ordinary one."""
     calls: list[int] = []
-    with simulated():
+    with simulated(moved=0.0):
         model = Mixed(nn.Linear)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         shardwise.prepare(model, optimizer, Plan(units="leaf"))

@@ -43,6 +43,8 @@ class RecordedCall:
         self.call: tuple[Any, Any] = ((), {})
         self.inputs: list[StaticPlace] = []
         self.made: list[StaticPlace] = []
+        # What the unit's buffers were before its forward, which may write them: (the module's buffers, name, place).
+        self.buffers: list[tuple[dict[str, Any], str, StaticPlace]] = []
         self.needs_grad: list[bool] = []
         self.results: list[Any] = []
         self.outputs: list[StaticPlace] = []
@@ -86,15 +88,18 @@ class RecordedCall:
             )
             by_tensor = {id(tensor): entry for tensor, entry in zip(tensors, entries, strict=True)}
             inputs, options = mapped(call, Tensor, lambda tensor: by_tensor[id(tensor)])
+            buffers = self.watched.recomputed.copy_buffers() if self.trains and self.watched.writes_buffers else []
             with self.watched.with_params(aliases), _without_autocast_cache():
-                return owners, self.watched.forward(*inputs, **options)
+                return owners, buffers, self.watched.forward(*inputs, **options)
 
-        self.forward, (owners, outputs) = self.device.record(compute)
+        self.forward, (owners, buffers, outputs) = self.device.record(compute)
+        self.buffers = [(namespace, name, self.device.place(copy)) for namespace, name, copy in buffers]
         self.needs_grad = [tensor.requires_grad for tensor in tensors]
         self.inputs = [
             self.device.place(owner) if place is None else place for owner, place in zip(owners, known, strict=True)
         ]
         self.made = [made for made, place in zip(self.inputs, known, strict=True) if place is None]
+        self.made += [place for _, _, place in self.buffers]
         by_input = {id(tensor): place for tensor, place in zip(tensors, self.inputs, strict=True)}
         self.call = mapped(call, Tensor, lambda tensor: by_input[id(tensor)])
         leaves, self.tree = tree_flatten(outputs)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from shardwise.engine.activations.recompute import RecomputedUnit
 from shardwise.engine.core.flat_buffers import unguarded
 from shardwise.engine.unit_graphs.call_form import mapped
 from shardwise.engine.unit_graphs.recorded_call import Grads, RecordedCall
@@ -98,8 +97,9 @@ class ReplayedCall:
         ]
         by_place = {id(place): entry for place, entry in zip(call.inputs, entries, strict=True)}
         inputs, options = mapped(call.call, StaticPlace, lambda place: by_place[id(place)])
-        unit = RecomputedUnit(call.watched.module, products=None)
-        with torch.enable_grad(), torch.autocast(**call.autocast), unit.without_trace(buffers=unit.copy_buffers()):
+        buffers = [(namespace, name, place.tensor) for namespace, name, place in call.buffers]
+        unit = call.watched.recomputed
+        with torch.enable_grad(), torch.autocast(**call.autocast), unit.without_trace(buffers=buffers):
             leaves = tree_leaves(call.watched.forward(*inputs, **options))
         outputs = [leaf for leaf, result in zip(leaves, call.results, strict=True) if isinstance(result, StaticPlace)]
         pairs = [(one, grad) for one, grad in zip(outputs, grads, strict=True) if grad is not None]

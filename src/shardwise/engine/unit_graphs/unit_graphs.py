@@ -1,7 +1,7 @@
 """Units as graphs: decides for each pass of a model whether its units run as ordinary, observed, recorded or replayed.
 
 ordinary   a pass whose inputs have a form that was not seen often enough, or that nothing can be gained for
-observed   ordinary, and each unit is watched for reasons against replaying it
+observed   ordinary, and each unit is watched for reasons against replaying it; one that it leaves out, later
 recorded   each unit's forward is recorded as it is called, and its backward as autograd comes to it
 replayed   later passes of the same form; a unit that differs from its recording runs as an ordinary one
 
@@ -254,7 +254,7 @@ class UnitGraphs:
                 return self._ordinary(watched, inputs, options)
         except NotCaptured:
             return self._ordinary(watched, inputs, options)
-        if self._mode == _OBSERVED:
+        if self._mode == _OBSERVED or (self._mode == _RECORDED and not watched.is_observed):
             ordinary = partial(watched.forward, *inputs, **options)
             return watched.observe(ordinary, tensors=tensors, graphs=self.arenas.all[0].device)
         result = self._graphed(watched, (inputs, options), tensors, form=form)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.comm.groups import num_collectives
+from shardwise.engine.activations.recompute import RecomputedUnit
 from shardwise.engine.core.flat_buffers import unguarded
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.graphs.python_state import PLAIN, PythonState, foreign_hook, versions
@@ -63,6 +64,10 @@ class WatchedUnit:
         """Begin again: the model has changed."""
         self.find_state()
         self.why_not = self._why_never()
+        # Whether its forward changes its buffers, once it was observed; and the unit, to compute its forward again.
+        self.writes_buffers = False
+        self._observed: set[tuple[bool, bool]] = set()
+        self.recomputed = RecomputedUnit(self.module, products=None)
 
     def find_state(self) -> None:
         """Find the parameters and the Python state again."""
@@ -125,8 +130,14 @@ class WatchedUnit:
 
     # Observation of an ordinary call
 
+    @property
+    def is_observed(self) -> bool:
+        """Whether a call like this one was observed: a pass may leave units out."""
+        return (torch.is_grad_enabled(), self.module.training) in self._observed
+
     def observe(self, call: Callable[[], Any], *, tensors: Sequence[Tensor], graphs: GraphDevice) -> Any:
         """Run an ordinary call and note the reason against replaying it."""
+        self._observed.add((torch.is_grad_enabled(), self.module.training))
         self.find_state()
         values, drawn = self._state.values(), graphs.host_generators()
         issued, offset = _num_collectives(), graphs.offset()
@@ -138,6 +149,7 @@ class WatchedUnit:
         replaced = [name for name in before if name not in after or before[name][0] != after[name][0]]
         changed = self._state.changed(values) or (replaced[0] if replaced else "")
         written = [name for name in after if before.get(name) != after[name]]
+        self.writes_buffers = self.writes_buffers or bool(written)
         on_host = [name for name in written if own[name].device.type != self.device.type]
         reasons = (
             _HOOKED if foreign_hook(self.module) else "",
