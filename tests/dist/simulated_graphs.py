@@ -164,8 +164,8 @@ def _refuse(tensor: Tensor, assumed: bool) -> None:
 
 
 @contextmanager
-def simulated(*, at_once: bool = False, moved: float = _MOVED) -> Iterator[None]:
-    """Give models that are prepared inside this block simulated graphs.
+def simulated(*, at_once: bool = False, moved: float = _MOVED) -> Iterator[list[str]]:
+    """Give models that are prepared inside this block simulated graphs; yields the lines that they tell the user.
 
     at_once   of every form that they see
     moved     share of the times at which a unit's parameters seem to have been gathered elsewhere, so that a forward is
@@ -173,19 +173,20 @@ def simulated(*, at_once: bool = False, moved: float = _MOVED) -> Iterator[None]
     """
     enough = unit_graphs_module.ENOUGH
     unit_graphs_module.ENOUGH = (0, 0) if at_once else enough
+    lines: list[str] = []
     addresses, make = WatchedUnit.addresses, engine_module.unit_graphs_of
 
     def unit_graphs_of(core: Core, *, optimizers: Any) -> UnitGraphs | None:
         if core.plan.offload_activations:
             return None
-        return UnitGraphs(core, make_device=SimulatedGraphs, tell=lambda line: None, optimizers=optimizers)
+        return UnitGraphs(core, make_device=SimulatedGraphs, tell=lines.append, optimizers=optimizers)
 
     # The recorded operations hold the parameters themselves, wherever these are.
     drawn = Random(0)
     WatchedUnit.addresses = lambda watched: [drawn.random() < moved]  # type: ignore[method-assign]
     engine_module.unit_graphs_of = unit_graphs_of
     try:
-        yield
+        yield lines
     finally:
         WatchedUnit.addresses = addresses  # type: ignore[method-assign]
         engine_module.unit_graphs_of = make

@@ -183,14 +183,14 @@ def trained(model: nn.Module, *, num_steps: int = 16, **options: Any) -> list[Te
     return losses
 
 
-def mixed(rank: int, kind: type[nn.Module]) -> tuple[dict[str, str], int]:
+def mixed(rank: int, kind: type[nn.Module]) -> tuple[dict[str, str], int, str]:
     expected = trained(Mixed(kind))
     model = Mixed(kind)
-    with simulated():
+    with simulated() as lines:
         assert all(map(torch.equal, trained(model), expected))
     graphs = engine_of(model).graphs
     assert graphs is not None
-    return {watched.name: watched.why_not for watched in graphs.watched}, graphs.num_replayed
+    return {watched.name: watched.why_not for watched in graphs.watched}, graphs.num_replayed, " ".join(lines)
 
 
 NOTED: list[torch.Size] = []
@@ -222,14 +222,15 @@ def test_an_uncaptured_unit_runs_in_python_at_every_call() -> None:
 @pytest.mark.parametrize("name", sorted(UNFIT))
 def test_a_unit_that_a_replay_would_change_runs_as_an_ordinary_one_and_says_why(name: str) -> None:
     kind, reason = UNFIT[name]
-    ((reasons, num_replayed),) = run_ranks(mixed, num_ranks=1, args=(kind,))
+    ((reasons, num_replayed, told),) = run_ranks(mixed, num_ranks=1, args=(kind,))
     assert reason in reasons["second"]
+    assert f"second: {reasons['second']}" in told
     assert reasons["first"] == reasons["third"] == ""
     assert num_replayed >= 4
 
 
 def test_a_recurrent_layer_is_no_graph() -> None:
-    ((reasons, num_replayed),) = run_ranks(mixed, num_ranks=1, args=(Recurrent,))
+    ((reasons, num_replayed, _),) = run_ranks(mixed, num_ranks=1, args=(Recurrent,))
     assert set(reasons) == {"first", "third"}
     assert num_replayed >= 4
 

@@ -48,6 +48,7 @@ _MOST_COUNTED = 10_000
 _MOST_FAILURES = 3
 _MOST_COMPUTED = 8
 
+_GRAPHS = "graphs"
 _ORDINARY, _OBSERVED, _RECORDED, _REPLAYED = range(4)
 
 
@@ -83,7 +84,8 @@ class UnitGraphs:
         self._seen: Counter[Any] = Counter()
         self._failures: Counter[Any] = Counter()
         self._observed: set[Any] = set()
-        self._has_told = False
+        # What the user was told: the reasons of failures, and that there are graphs.
+        self._told: set[str] = set()
         release_before_leaving(self)
 
     def attach(self) -> list[Callable[[], None]]:
@@ -220,6 +222,7 @@ class UnitGraphs:
                 self._report()
             else:
                 self._fail(arena.key)
+                self._report_failure(recorded)
             failed = failed or bool(recorded.failed)
         if failed:
             # A failed capture has replaced the state of the random generator, which other graphs refer to.
@@ -231,10 +234,17 @@ class UnitGraphs:
         self._seen[key] = 0
         self._observed.discard(key)
 
+    def _report_failure(self, recorded: RecordedPass) -> None:
+        """Tell, once, why units could not be recorded; others are tried again without those that failed."""
+        if recorded.failed and recorded.failed not in self._told:
+            self._told.add(recorded.failed)
+            names = [one.name for one in self.watched if one.why_not == recorded.failed]
+            self._tell(f"capture: ordinary units, not CUDA graphs: {', '.join(names[:3])}: {recorded.failed}")
+
     def _report(self) -> None:
-        if self._has_told:
+        if _GRAPHS in self._told:
             return
-        self._has_told = True
+        self._told.add(_GRAPHS)
         ordinary = [one for one in self.watched if one.why_not]
         text = f"{len(self.watched) - len(ordinary)} units run as CUDA graphs from here on"
         if ordinary:
