@@ -37,6 +37,13 @@ def plan(
         int | None, Option(min=1, help="Samples per step over all ranks; sets --accumulate or --micro-batch.")
     ] = None,
     accumulate: Annotated[int, Option(min=1, help="Passes per optimizer step.")] = 1,
+    accumulate_reduced: Annotated[
+        bool,
+        Option(
+            "--accumulate-reduced",
+            help="Every pass reduces its gradients, as FSDP without no_sync (default: only if it fits no other way).",
+        ),
+    ] = False,
     mesh: Annotated[str | None, Option(help="REPLICATExSHARD, such as 8x8 (default: the best of a few).")] = None,
     reduce_dtype: Annotated[str, Option(help="What gradients are summed in: fp32, bf16 or fp16.")] = "fp32",
     budget: Annotated[
@@ -103,6 +110,7 @@ def plan(
     asked = Plan(
         micro_batch=micro_batch,
         accumulate=accumulate,
+        accumulate_reduced=accumulate_reduced,
         mesh=parse_mesh(mesh) or hybrid_mesh(strategy, cluster=where),
         precision=precision,
         reduce_dtype=reduce_dtype,

@@ -11,12 +11,13 @@ from shardwise.plan.limits import LIMITS
 from shardwise.plan.placement import AUTO
 from shardwise.planner.memory.states import needs_whole_matrices
 from shardwise.planner.search.auto import AutoRequest, NoPlanFits, solve_plan, with_budget
-from shardwise.planner.search.candidates import Candidate, candidates, cost, way_out
+from shardwise.planner.search.candidates import Candidate, candidates, cost
 from shardwise.planner.search.chosen_text import chosen_text
 from shardwise.planner.search.frontier import FrontierPoint, frontier
 from shardwise.planner.search.recommend import Reason, Recommendation, recommend
 from shardwise.planner.search.scale import Scaled, scaling
 from shardwise.planner.search.training_cost import TrainingCost, training_cost
+from shardwise.planner.search.way_out import way_out
 from shardwise.planner.time.step_time import timeline
 from shardwise.report.text.verdict import no_fit, reasons
 from shardwise.sources import Source

@@ -75,6 +75,10 @@ def _remarks(shown: PlanAnswer) -> Iterator[str]:
     if not first.memory.activations_known:
         yield "States only: activations are unknown and not included."
     yield verdict(shown.recommendation, why=shown.why)
+    reduced = [one.name for one in shown.found if one.plan.accumulate_reduced]
+    if reduced and not shown.question.plan.accumulate_reduced:
+        names = ", ".join(dict.fromkeys(reduced))
+        yield f"Gradients kept unsharded between passes do not fit: {names} reduce them in every pass."
     hardly_cut = why_hardly_cut(shown.question.source.spec_for(first.plan), units=first.plan.units)
     if hardly_cut:
         yield f"Note: {hardly_cut}."

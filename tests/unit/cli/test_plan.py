@@ -62,6 +62,14 @@ def test_what_does_not_fit_names_a_way_out_and_exits_with_1(capfd: pytest.Captur
     assert "fits with --recompute" in capfd.readouterr().out
 
 
+def test_passes_that_must_reduce_say_so(capfd: pytest.CaptureFixture[str]) -> None:
+    common = ("mpt-30b", "--cluster", "8xh100-80gb", "--strategy", "fsdp", "--recompute", "full", "--accumulate", "21")
+    assert run(*common, "--micro-batch", "3", "--engine", "torch") == 0
+    assert "fsdp reduce them in every pass" in capfd.readouterr().out
+    data = as_json(capfd, *common, "--micro-batch", "1", "--accumulate-reduced")
+    assert data["candidates"][0]["plan"]["accumulate_reduced"] is True
+
+
 def test_the_timeline_is_shown_and_in_the_json(capfd: pytest.CaptureFixture[str]) -> None:
     arguments = ("gpt2-124m", "--cluster", "8xh100-80gb", "--micro-batch", "8", "--strategy", "fsdp", "--timeline")
     assert run(*arguments) == 0

@@ -1,12 +1,11 @@
-"""Plans for a cluster, each at its best batch and mesh, with their costs; and a way out if none fits."""
+"""Plans for a cluster, each at its best batch and mesh, with their costs."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import log2
 
 from shardwise.hardware import Cluster
 from shardwise.plan import Plan
-from shardwise.plan.limits import LIMITS, strategies_of
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import SHARDED, STRATEGIES
 from shardwise.planner.engine_model import engine_model_of
@@ -185,24 +184,52 @@ def candidates(
     """Return each strategy at the plan's micro-batch or, by default, at the largest that fits (1 for goal `memory`).
 
     With a `global_batch` the micro-batch divides the samples of a rank, and the passes follow from it. On several
-    nodes each strategy is sharded over all ranks and over the smaller groups of `meshes`. `foreign` as for `cost`.
+    nodes each strategy is sharded over all ranks and over the smaller groups of `meshes`. Several passes keep their
+    gradients unsharded where that fits, and reduce in each pass where it does not. `foreign` as for `cost`.
     """
     found = []
     batches = micro_batches_of(plan, global_batch=global_batch, num_ranks=cluster.num_ranks)
     for strategy in strategies:
         for mesh in meshes(strategy, plan=plan, cluster=cluster):
-            chosen = replace(plan, strategy=strategy, mesh=mesh)
-            spec = spec_for(chosen)
-            batch = batches.micro_batch or 1
-            if batches.samples is not None:
-                batch = _largest_divisor(
-                    spec, batches, plan=chosen, cluster=cluster, optimizer=optimizer, quick=quick or goal == "memory"
-                )
-            elif batches.is_free and goal == "throughput":
-                batch = largest_batch(spec, plan=chosen, cluster=cluster, optimizer=optimizer, quick=quick)
-            chosen = replace(chosen, micro_batch=batch, accumulate=batches.accumulate(batch))
-            found.append(cost(spec, plan=chosen, cluster=cluster, optimizer=optimizer, quick=quick, foreign=foreign))
+            for chosen in _passes(replace(plan, strategy=strategy, mesh=mesh), batches=batches):
+                one = _at_best_batch(
+                    spec_for(chosen), batches, plan=chosen, cluster=cluster, optimizer=optimizer, goal=goal,
+                    quick=quick, foreign=foreign,
+                )  # fmt: skip
+                if one.fits != "no":
+                    break
+            found.append(one)
     return found
+
+
+def _passes(plan: Plan, *, batches: MicroBatches) -> list[Plan]:
+    """Return the plan and, if it shards gradients and may have several passes, one that reduces them in each pass.
+
+    The second one needs less memory and sends more: it is taken where the first one does not fit.
+    """
+    has_passes = batches.passes > 1 or batches.samples is not None
+    if plan.accumulate_reduced or not has_passes or STRATEGIES[plan.strategy].grads is not SHARDED:
+        return [plan]
+    return [plan, replace(plan, accumulate_reduced=True)]
+
+
+def _at_best_batch(
+    spec: ModelSpec, batches: MicroBatches, *, plan: Plan, cluster: Cluster, optimizer: str, goal: str, quick: bool,
+    foreign: str,
+) -> Candidate:  # fmt: skip
+    """Return the plan at its micro-batch or, if that is free, at the largest that fits (1 for goal `memory`)."""
+    batch = batches.micro_batch or 1
+    if batches.samples is not None:
+        batch = _largest_divisor(
+            spec, batches, plan=plan, cluster=cluster, optimizer=optimizer, quick=quick or goal == "memory"
+        )
+    elif batches.is_free and goal == "throughput":
+        batch = largest_batch(spec, plan=plan, cluster=cluster, optimizer=optimizer, quick=quick)
+    passes = batches.accumulate(batch)
+    sized = replace(
+        plan, micro_batch=batch, accumulate=passes, accumulate_reduced=plan.accumulate_reduced and passes > 1
+    )
+    return cost(spec, plan=sized, cluster=cluster, optimizer=optimizer, quick=quick, foreign=foreign)
 
 
 def _largest_divisor(
@@ -233,67 +260,3 @@ def meshes(strategy: str, *, plan: Plan, cluster: Cluster) -> list[Mesh]:
     nodes = sorted({1, 2 ** round(log2(cluster.num_nodes) / 2)}, reverse=True)
     shards = [per_node * count for count in nodes if count < cluster.num_nodes and cluster.num_nodes % count == 0]
     return [flat, *(Mesh(replicate=num_ranks // shard, shard=shard) for shard in shards)]
-
-
-def way_out(
-    spec_for: SpecFor, *, plan: Plan, strategies: Sequence[str], cluster: Cluster, optimizer: str
-) -> Candidate | None:
-    """Return the smallest change of the plan or the cluster that fits, or None."""
-
-    def fitting(changes: Iterable[Changed]) -> Iterator[Candidate]:
-        for changed, changed_strategies, changed_cluster in changes:
-            for strategy in changed_strategies:
-                chosen = replace(changed, strategy=strategy, mesh=Mesh(shard=changed_cluster.num_ranks))
-                if LIMITS[plan.engine].why_not(chosen) is not None:
-                    continue
-                spec = spec_for(chosen)
-                if chosen.micro_batch is None:
-                    most = largest_batch(spec, plan=chosen, cluster=changed_cluster, optimizer=optimizer)
-                    chosen = replace(chosen, micro_batch=min(most, max(1, (plan.micro_batch or 1) - 1)))
-                found = cost(spec, plan=chosen, cluster=changed_cluster, optimizer=optimizer)
-                if found.fits == "yes":
-                    yield found
-
-    of_plan = next(fitting(_changes(plan, strategies=strategies, cluster=cluster)), None)
-    if of_plan is not None:
-        return of_plan
-    for change in _smaller(plan, cluster=cluster):
-        smaller = max(fitting([change]), key=lambda found: found.batch, default=None)
-        if smaller is not None:
-            return smaller
-    return next(fitting(_larger(plan, cluster=cluster)), None)
-
-
-Changed = tuple[Plan, Sequence[str], Cluster]
-"""A plan, the strategies to try with it, and a cluster. No micro-batch means the largest that fits."""
-
-
-def _changes(plan: Plan, *, strategies: Sequence[str], cluster: Cluster) -> list[Changed]:
-    """Return other plans of the same batch, from the smallest change to the largest."""
-    at = replace(plan, micro_batch=plan.micro_batch or 1)
-    every = strategies_of(plan.engine)
-    found: list[Changed] = [(at, [name for name in every if name not in strategies], cluster)]
-    if plan.precision == "fp32":
-        found.append((replace(at, precision="bf16"), every, cluster))
-    return found + [(replace(at, recompute=recompute), every, cluster) for recompute in ("selective", "full")]
-
-
-def _smaller(plan: Plan, *, cluster: Cluster) -> list[Changed]:
-    """Return the same with a smaller batch, if there is one."""
-    if (plan.micro_batch or 1) == 1:
-        return []
-    smaller = [replace(plan, micro_batch=None, recompute=recompute) for recompute in (plan.recompute, "full")]
-    return [(changed, strategies_of(plan.engine), cluster) for changed in smaller]
-
-
-def _larger(plan: Plan, *, cluster: Cluster) -> list[Changed]:
-    """Return 2, 4, 8 … times as many devices with the last strategy, which shards the most; links are ignored."""
-    return [
-        (
-            replace(plan, micro_batch=1, recompute=recompute),
-            strategies_of(plan.engine)[-1:],
-            replace(cluster, devices_per_node=cluster.devices_per_node * 2**power),
-        )
-        for recompute in (plan.recompute, "full")
-        for power in range(1, 11)
-    ]
