@@ -22,6 +22,7 @@ from published_rows import Row
 
 from shardwise.hardware import Cluster, cluster_of
 from shardwise.planner.search.candidates import Candidate, cost
+from shardwise.planner.systems import system_of
 from shardwise.planner.time.step_time import block_seconds
 from shardwise.spec import ROOT, ModelSpec, TensorSpec
 
@@ -100,7 +101,7 @@ def check(rows: Sequence[Row]) -> list[Checked]:
         key = (row.model, row.cluster, repr(row.plan), row.seq, row.length, row.software, row.matmul)
         how = {"plan": row.plan, "cluster": cluster_for(row), "optimizer": row.optimizer}
         if key not in seen:
-            seen[key] = cost(spec_of(row), **how, foreign=row.foreign)
+            seen[key] = cost(spec_of(row), **how, system=system_of(row.foreign))
         block = None if row.block_steps is None else block_seconds(spec_of(row), **how, num_steps=row.block_steps)
         found.append(Checked(row=row, candidate=seen[key], step_seconds=block))
     return found

@@ -18,6 +18,7 @@ from shardwise.planner.search.recommend import Reason, Recommendation, recommend
 from shardwise.planner.search.scale import Scaled, scaling
 from shardwise.planner.search.training_cost import TrainingCost, training_cost
 from shardwise.planner.search.way_out import way_out
+from shardwise.planner.systems import OWN, System
 from shardwise.planner.time.step_time import timeline
 from shardwise.report.text.verdict import no_fit, reasons
 from shardwise.sources import Source
@@ -30,13 +31,15 @@ _CLEARLY_FASTER = 0.95
 class PlanQuestion(AutoRequest):
     """The options of the command: the solver's request, and what else is to be shown.
 
+    system        the system that is predicted, if it is another one; `like`: what it has set, as a sentence
     strategy      a strategy, all of them, or auto: all of them and the solver's plan
     num_tokens, price_per_gpu_hour    of a complete training run, whose cost is then shown
     """
 
     source: Source
     strategy: str
-    foreign: str = ""
+    system: System = OWN
+    like: str = ""
     num_tokens: float | None = None
     price_per_gpu_hour: float | None = None
     scales: bool = False
@@ -84,7 +87,7 @@ def answer(question: PlanQuestion) -> PlanAnswer:
         cluster=cluster,
         optimizer=optimizer,
         goal=question.goal,
-        foreign=question.foreign,
+        system=question.system,
         global_batch=question.global_batch,
     )
     if AUTO in strategy_names(question.strategy, mesh=question.plan.mesh):
@@ -131,7 +134,12 @@ def _captured(question: PlanQuestion, best: Candidate | None) -> Candidate | Non
     if best is None or best.time is None or best.cluster.device.name == "cpu":
         return None
     plan = best.plan
-    if not LIMITS[plan.engine].has("capture") or question.foreign or plan.capture != "auto" or plan.why_not_captured():
+    if (
+        not LIMITS[plan.engine].has("capture")
+        or question.system.name
+        or plan.capture != "auto"
+        or plan.why_not_captured()
+    ):
         return None
     if needs_whole_matrices(question.optimizer):
         # Steps of such optimizers are not captured.

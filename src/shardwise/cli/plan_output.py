@@ -24,6 +24,7 @@ def as_data(shown: PlanAnswer) -> dict[str, Any]:
         "cluster": str(shown.found[0].cluster),
         "recommended": shown.recommendation.index,
         "why": shown.why,
+        "like": shown.question.like or None,
         "host": "probed" if shown.found[0].cluster.device.host is not None else "assumed",
         "candidates": [candidate_data(candidate) for candidate in shown.found],
         "captured": captured,
@@ -64,14 +65,17 @@ def _heading(shown: PlanAnswer) -> str:
     capacity, plan = first.capacity_bytes, first.plan
     seq = f", {first.seq} tokens per sample" if first.seq else ""
     room = f" ({fixed_text(capacity, unit=GIB)} each)" if capacity else ""
+    loss = ", usual loss" if shown.question.source.has_usual_loss else ""
     return (
         f"{shown.question.source.reference} on {first.cluster}{room}: {plan.precision}, recompute "
-        f"{plan.recompute}{seq}, engine {plan.engine}"
+        f"{plan.recompute}{seq}, engine {plan.engine}{loss}"
     )
 
 
 def _remarks(shown: PlanAnswer) -> Iterator[str]:
     first = shown.found[0]
+    if shown.question.like:
+        yield shown.question.like
     if not first.memory.activations_known:
         yield "States only: activations are unknown and not included."
     yield verdict(shown.recommendation, why=shown.why)

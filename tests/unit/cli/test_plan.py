@@ -27,7 +27,7 @@ def as_json(capfd: pytest.CaptureFixture[str], *arguments: str) -> Any:
 
 def test_the_json_is_the_contract(capfd: pytest.CaptureFixture[str]) -> None:
     data = as_json(capfd, "gpt2-124m", "--cluster", "8xh100-80gb")
-    assert set(data) == {"model", "cluster", "recommended", "why", "host", "candidates", "captured", "compiled"}
+    assert set(data) == {"model", "cluster", "recommended", "why", "like", "host", "candidates", "captured", "compiled"}
     assert [candidate["strategy"] for candidate in data["candidates"]] == list(STRATEGIES)
     assert data["candidates"][data["recommended"]]["strategy"] == "ddp"
     for candidate in data["candidates"]:
@@ -325,6 +325,35 @@ def test_the_band_says_what_it_follows_from(capfd: pytest.CaptureFixture[str]) -
     for candidate in data["candidates"]:
         assert "across nodes" in candidate["band_of_time_from"]
         assert candidate["error_band"]["time"] > 0.2
+
+
+def test_another_system_sets_its_own_defaults_and_names_them(capfd: pytest.CaptureFixture[str]) -> None:
+    options = ("llama-3.2-1b", "--cluster", "8xh100-80gb", "--micro-batch", "1", "--accumulate", "4")
+    data = as_json(capfd, *options, "--like", "torch-fsdp")
+    plan = data["candidates"][-1]["plan"]
+    assert [one["strategy"] for one in data["candidates"]] == ["shard_grad_op", "fsdp"]
+    assert (plan["engine"], plan["reduce_dtype"], plan["accumulate_reduced"]) == ("torch", "bf16", True)
+    assert "--reduce-dtype bf16, gradients reduced in every pass" in data["like"]
+    # What is given wins.
+    data = as_json(capfd, *options, "--like", "torch-fsdp", "--reduce-dtype", "fp32", "--strategy", "fsdp")
+    assert [one["plan"].get("reduce_dtype", "fp32") for one in data["candidates"]] == ["fp32"]
+    assert run(*options, "--like", "megatron-ddp") == 0
+    assert "Like megatron-ddp (Megatron-Core DDP): --engine shardwise" in capfd.readouterr().out
+    assert run(*options, "--like", "deepsped") == 2
+    assert "did you mean" in capfd.readouterr().err
+
+
+def test_torchs_engine_has_the_usual_loss(capfd: pytest.CaptureFixture[str]) -> None:
+    options = ("llama-3.2-1b", "--cluster", "8xh100-80gb", "--micro-batch", "1", "--seq", "4096", "--strategy", "fsdp")
+
+    def peak(*more: str) -> int:
+        return int(as_json(capfd, *options, *more)["candidates"][0]["peak_bytes"]["allocated"])
+
+    assert peak("--engine", "torch") > peak("--engine", "torch", "--loss", "lean") + 4096 * 128256 * 4
+    assert peak("--loss", "usual") > peak()
+    for model, loss, message in (("resnet18", "usual", "has a loss of its own"), ("gpt-tiny", "less", "unknown loss")):
+        assert run(model, "--cluster", "8xh100-80gb", "--loss", loss) == 2
+        assert message in capfd.readouterr().err
 
 
 def test_auto_is_a_row_of_its_own_and_is_saved(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from shardwise.planner.memory.column_sum import ColumnSum
 from shardwise.planner.memory.replay import MemoryChange, MemoryRow, Recategorize, TakeGrads
-from shardwise.spec.law import Law, Line
+from shardwise.spec.law import Line
 from shardwise.spec.step import Act, StorageEvent, What
 
 AllocationEntry = tuple[int, Line | ColumnSum | None, str]
@@ -34,7 +34,7 @@ class Ledger:
     _buffers: dict[tuple[str, int, int], deque[list[int]]] = field(default_factory=lambda: defaultdict(deque))
     # Slots of the model's storages by unit and number; storages by law, for releases by another unit.
     _storages: dict[tuple[str, int], int] = field(default_factory=dict)
-    _by_law: dict[Law, list[tuple[str, int]]] = field(default_factory=lambda: defaultdict(list))
+    _by_size: dict[Line, list[tuple[str, int]]] = field(default_factory=lambda: defaultdict(list))
     _grads: dict[str, dict[tuple[str, int], int]] = field(default_factory=lambda: defaultdict(dict))
 
     def write(self, rows: Iterable[MemoryRow]) -> None:
@@ -107,13 +107,15 @@ class Ledger:
             self.first_grad_at = self.first_grad_at or len(self.entries)
             return
         self._storages[key] = slot
-        self._by_law[event.num_bytes].append(key)
+        self._by_size[line].append(key)
 
     def _died(self, unit: str, event: StorageEvent) -> None:
         key = (event.owner or unit, event.ordinal) if event.ordinal is not None else None
+        # By the size at this length, not by the law: traces of one length and of all lengths may be mixed.
+        alike = self._by_size[event.num_bytes.line(self.seq)]
         if key is None:
             # The latest one of that size from another unit: backward visits units in reverse.
-            key = next((one for one in reversed(self._by_law[event.num_bytes]) if one[0] != unit), None)
+            key = next((one for one in reversed(alike) if one[0] != unit), None)
         if key is not None and key in self._storages:
-            self._by_law[event.num_bytes].remove(key)
+            alike.remove(key)
             self._release([self._storages.pop(key)])

@@ -11,6 +11,7 @@ from shardwise.plan.placement import SHARDED, STRATEGIES
 from shardwise.planner.engine_model import engine_model_of
 from shardwise.planner.memory.peak import MemoryEstimate, estimate, job_of
 from shardwise.planner.search.micro_batches import MicroBatches, largest_fitting, micro_batches_of
+from shardwise.planner.systems import OWN, System
 from shardwise.planner.time.band import TimeBand, time_band
 from shardwise.planner.time.step_time import TimeEstimate, estimate_time
 from shardwise.planner.traffic import sent_bytes
@@ -34,7 +35,7 @@ class Candidate:
     fits: str
     seq: int | None
     sent_bytes: int
-    foreign: str = ""
+    system: System = OWN
     label: str = ""
 
     @property
@@ -68,7 +69,7 @@ class Candidate:
     @property
     def time_band(self) -> TimeBand:
         host_share = self.time.cpu_seconds / self.time.step_seconds if self.time is not None else 0.0
-        return time_band(plan=self.plan, cluster=self.cluster, host_share=host_share, foreign=self.foreign)
+        return time_band(plan=self.plan, cluster=self.cluster, host_share=host_share, system=self.system)
 
 
 def capacity_bytes(cluster: Cluster) -> int | None:
@@ -76,33 +77,36 @@ def capacity_bytes(cluster: Cluster) -> int | None:
 
 
 def cost(
-    spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, quick: bool = False, foreign: str = ""
+    spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, quick: bool = False, system: System = OWN
 ) -> Candidate:
     """Return a plan, whose micro-batch is set, with its cost on a cluster; `quick`: without the allocator's model.
 
-    `foreign`: an engine that is neither ours nor torch's. Its time is predicted; its memory is that of the plan.
+    `system`: the one that runs the plan, with the time and the memory that it adds.
     """
-    memory = _memory(spec, plan=plan, cluster=cluster, optimizer=optimizer, quick=True)
+    memory = _memory(spec, plan=plan, cluster=cluster, optimizer=optimizer, quick=True, system=system)
     if not quick and _fits(memory.device_bytes, plan=plan, cluster=cluster) != "no":
         # If its tensors alone do not fit, the allocator's model need not be run.
-        memory = _memory(spec, plan=plan, cluster=cluster, optimizer=optimizer)
+        memory = _memory(spec, plan=plan, cluster=cluster, optimizer=optimizer, system=system)
     job = job_of(spec, plan=plan, num_ranks=cluster.num_ranks, optimizer=optimizer, device=cluster.device.torch_type)
     return Candidate(
         plan=plan,
         cluster=cluster,
         memory=memory,
-        time=estimate_time(spec, plan=plan, cluster=cluster, optimizer=optimizer, foreign=foreign),
+        time=estimate_time(spec, plan=plan, cluster=cluster, optimizer=optimizer, system=system),
         fits=_fits(memory.device_bytes, plan=plan, cluster=cluster),
         seq=spec.seq,
         sent_bytes=sent_bytes(job),
-        foreign=foreign,
+        system=system,
     )
 
 
-def _memory(spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, quick: bool = False) -> MemoryEstimate:
-    capacity = capacity_bytes(cluster)
-    limit = round(capacity / (1 + engine_model_of(plan).error_band)) if capacity is not None else None
-    return cluster_memory(spec, plan=plan, cluster=cluster, optimizer=optimizer, limit_bytes=limit, quick=quick)
+def _memory(
+    spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, quick: bool = False, system: System = OWN
+) -> MemoryEstimate:
+    capacity, added = capacity_bytes(cluster), system.buffer_bytes.get(plan.strategy, 0)
+    limit = round(capacity / (1 + engine_model_of(plan).error_band)) - added if capacity is not None else None
+    found = cluster_memory(spec, plan=plan, cluster=cluster, optimizer=optimizer, limit_bytes=limit, quick=quick)
+    return found.plus(added) if added else found
 
 
 def cluster_memory(
@@ -134,7 +138,9 @@ def _fits(device_bytes: int, *, plan: Plan, cluster: Cluster) -> str:
     return "tight" if device_bytes <= capacity else "no"
 
 
-def largest_batch(spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, quick: bool = False) -> int:
+def largest_batch(
+    spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, quick: bool = False, system: System = OWN
+) -> int:
     """Return the largest micro-batch that fits; 1 if none does, or if activations are unknown.
 
     The search uses allocated bytes, which is cheap, and then, unless `quick`, the allocator's model.
@@ -144,7 +150,7 @@ def largest_batch(spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: s
 
     def fits(batch: int, *, quick: bool) -> bool:
         sized = replace(plan, micro_batch=batch)
-        memory = _memory(spec, plan=sized, cluster=cluster, optimizer=optimizer, quick=quick)
+        memory = _memory(spec, plan=sized, cluster=cluster, optimizer=optimizer, quick=quick, system=system)
         return _fits(memory.device_bytes, plan=plan, cluster=cluster) == "yes"
 
     batch = largest_fitting(lambda batch: fits(batch, quick=True))
@@ -178,14 +184,14 @@ def candidates(
     optimizer: str,
     goal: str,
     quick: bool = False,
-    foreign: str = "",
+    system: System = OWN,
     global_batch: int | None = None,
 ) -> list[Candidate]:
     """Return each strategy at the plan's micro-batch or, by default, at the largest that fits (1 for goal `memory`).
 
     With a `global_batch` the micro-batch divides the samples of a rank, and the passes follow from it. On several
     nodes each strategy is sharded over all ranks and over the smaller groups of `meshes`. Several passes keep their
-    gradients unsharded where that fits, and reduce in each pass where it does not. `foreign` as for `cost`.
+    gradients unsharded where that fits, and reduce in each pass where it does not. `system` as for `cost`.
     """
     found = []
     batches = micro_batches_of(plan, global_batch=global_batch, num_ranks=cluster.num_ranks)
@@ -194,7 +200,7 @@ def candidates(
             for chosen in _passes(replace(plan, strategy=strategy, mesh=mesh), batches=batches):
                 one = _at_best_batch(
                     spec_for(chosen), batches, plan=chosen, cluster=cluster, optimizer=optimizer, goal=goal,
-                    quick=quick, foreign=foreign,
+                    quick=quick, system=system,
                 )  # fmt: skip
                 if one.fits != "no":
                     break
@@ -215,32 +221,41 @@ def _passes(plan: Plan, *, batches: MicroBatches) -> list[Plan]:
 
 def _at_best_batch(
     spec: ModelSpec, batches: MicroBatches, *, plan: Plan, cluster: Cluster, optimizer: str, goal: str, quick: bool,
-    foreign: str,
+    system: System,
 ) -> Candidate:  # fmt: skip
     """Return the plan at its micro-batch or, if that is free, at the largest that fits (1 for goal `memory`)."""
     batch = batches.micro_batch or 1
     if batches.samples is not None:
         batch = _largest_divisor(
-            spec, batches, plan=plan, cluster=cluster, optimizer=optimizer, quick=quick or goal == "memory"
+            spec,
+            batches,
+            plan=plan,
+            cluster=cluster,
+            optimizer=optimizer,
+            quick=quick or goal == "memory",
+            system=system,
         )
     elif batches.is_free and goal == "throughput":
-        batch = largest_batch(spec, plan=plan, cluster=cluster, optimizer=optimizer, quick=quick)
+        batch = largest_batch(spec, plan=plan, cluster=cluster, optimizer=optimizer, quick=quick, system=system)
     passes = batches.accumulate(batch)
     sized = replace(
         plan, micro_batch=batch, accumulate=passes, accumulate_reduced=plan.accumulate_reduced and passes > 1
     )
-    return cost(spec, plan=sized, cluster=cluster, optimizer=optimizer, quick=quick, foreign=foreign)
+    return cost(spec, plan=sized, cluster=cluster, optimizer=optimizer, quick=quick, system=system)
 
 
 def _largest_divisor(
-    spec: ModelSpec, batches: MicroBatches, *, plan: Plan, cluster: Cluster, optimizer: str, quick: bool
+    spec: ModelSpec, batches: MicroBatches, *, plan: Plan, cluster: Cluster, optimizer: str, quick: bool, system: System
 ) -> int:
     """Return the largest micro-batch that divides a rank's samples and fits, or else the smallest."""
     for batch in reversed(batches.allowed()):
         chosen = replace(plan, micro_batch=batch, accumulate=batches.accumulate(batch))
         # If its tensors alone do not fit, the allocator's model need not be run.
         looks = (True,) if quick else (True, False)
-        peaks = (_memory(spec, plan=chosen, cluster=cluster, optimizer=optimizer, quick=look) for look in looks)
+        peaks = (
+            _memory(spec, plan=chosen, cluster=cluster, optimizer=optimizer, quick=look, system=system)
+            for look in looks
+        )
         if all(_fits(peak.device_bytes, plan=plan, cluster=cluster) in ("yes", "unknown") for peak in peaks):
             return batch
     return batches.allowed()[0]

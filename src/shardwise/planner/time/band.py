@@ -13,6 +13,7 @@ from shardwise.hardware.borrowed import USUAL
 from shardwise.hardware.calibration import shipped_calibration
 from shardwise.hardware.device import device_of
 from shardwise.plan import Plan
+from shardwise.planner.systems import OWN, System
 
 CALIBRATED = "kernels calibrated"
 BORROWED = "kernels of an H200 on the same architecture"
@@ -58,11 +59,11 @@ class TimeBand:
         return f"± {self.value:.0%} ({', '.join(self.facts)})"
 
 
-def time_band(*, plan: Plan, cluster: Cluster, host_share: float, foreign: str = "") -> TimeBand:
+def time_band(*, plan: Plan, cluster: Cluster, host_share: float, system: System = OWN) -> TimeBand:
     """Return the band of a plan on a cluster.
 
     host_share   the CPU's time to issue the step, as a share of the step
-    foreign      the engine that runs it, if it is neither ours nor torch's
+    system       the one that runs it
     """
     facts = [kernels_fact(cluster.device)]
     if cluster.num_nodes > 1:
@@ -73,7 +74,7 @@ def time_band(*, plan: Plan, cluster: Cluster, host_share: float, foreign: str =
         # Probed, or calibrated in the user's own file, and so on the user's own host.
         is_known = cluster.device.host is not None or cluster.device.calibration is not None
         facts.append(HOST_MEASURED if is_known else HOST)
-    if foreign:
+    if system.is_foreign:
         facts.append(FOREIGN)
     return TimeBand(tuple(sorted(facts, key=lambda fact: -PARTS[fact])))
 

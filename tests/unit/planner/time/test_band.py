@@ -7,13 +7,14 @@ import pytest
 from shardwise.hardware import cluster_of
 from shardwise.hardware.calibration import shipped_calibration
 from shardwise.plan import Plan
+from shardwise.planner.systems import system_of
 from shardwise.planner.time.band import TimeBand, time_band
 
 PLAN = Plan()
 
 
-def band(cluster: str, *, plan: Plan = PLAN, host_share: float = 0.1, foreign: str = "") -> float:
-    return time_band(plan=plan, cluster=cluster_of(cluster), host_share=host_share, foreign=foreign).value
+def band(cluster: str, *, plan: Plan = PLAN, host_share: float = 0.1, system: str = "") -> float:
+    return time_band(plan=plan, cluster=cluster_of(cluster), host_share=host_share, system=system_of(system)).value
 
 
 def test_the_less_is_known_of_a_device_the_wider_the_band() -> None:
@@ -27,7 +28,7 @@ def test_the_less_is_known_of_a_device_the_wider_the_band() -> None:
         {"cluster": "2x8xa100"},
         {"cluster": "8xa100", "plan": replace(PLAN, compile="inductor")},
         {"cluster": "8xa100", "host_share": 0.95},
-        {"cluster": "8xa100", "foreign": "deepspeed"},
+        {"cluster": "8xa100", "system": "deepspeed"},
     ],
 )
 def test_whatever_is_less_sure_widens_it(options: dict[str, object]) -> None:

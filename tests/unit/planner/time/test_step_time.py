@@ -6,12 +6,12 @@ from itertools import pairwise
 import pytest
 from planned_specs import spec_for
 
-from shardwise.errors import UnknownName
 from shardwise.hardware import cluster_of
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.memory.peak import job_of
+from shardwise.planner.systems import OWN, system_of
 from shardwise.planner.time.step_time import (
     TimeEstimate,
     _prepare,
@@ -220,10 +220,25 @@ def test_deepspeed_takes_longer_the_more_it_shards() -> None:
     found = []
     for strategy in strategies:
         plan = Plan(strategy=strategy, precision="bf16", recompute="full", micro_batch=1)
-        one = estimate_time(SPEC, plan=plan, cluster=cluster, foreign="deepspeed")
+        one = estimate_time(SPEC, plan=plan, cluster=cluster, system=system_of("deepspeed"))
         assert one is not None
         found.append(one.step_seconds)
     assert found[0] * 1.05 < found[1]
     assert found[1] * 1.5 < found[2]
-    with pytest.raises(UnknownName, match="deepspeed"):
-        estimate_time(SPEC, plan=plan, cluster=cluster, foreign="megatron")
+
+
+def test_communication_that_nothing_overlaps_takes_its_whole_time() -> None:
+    """Over nodes, ZeRO-1's gathers of updated parameters are exposed; with no overlap at all, reductions too."""
+    plan = Plan(strategy="zero1", precision="bf16", recompute="full", micro_batch=4)
+    cluster = cluster_of("4x8xh100-80gb@ib-2x100")
+    found = [
+        estimate_time(SPEC, plan=plan, cluster=cluster, system=replace(OWN, overlap=overlap))
+        for overlap in ("all", "gradients", "none")
+    ]
+    seconds = [one.step_seconds for one in found if one is not None]
+    exposed = [one.exposed_comm_seconds for one in found if one is not None]
+    assert seconds[0] < seconds[1] < seconds[2]
+    assert exposed[0] < exposed[1] < exposed[2]
+    last = found[2]
+    assert last is not None
+    assert last.exposed_comm_seconds == pytest.approx(last.comm_seconds, rel=0.01)
