@@ -22,7 +22,7 @@ from shardwise.planner.time.step_time import (
     why_not_timed,
 )
 from shardwise.planner.traffic import sent_bytes
-from shardwise.spec import UnitSpec
+from shardwise.spec import ROOT, UnitSpec
 
 FULL = Plan(precision="bf16", recompute="full")
 SPEC = spec_for("gpt2-1.5b", FULL, Plan(precision="bf16", strategy="ddp", engine="torch"))
@@ -212,6 +212,20 @@ def test_a_bf16_model_that_keeps_its_own_dtypes_is_timed_as_bf16() -> None:
     assert native is not None
     # There is no master to update besides; products take as long.
     assert 0.8 < native.step_seconds / timed(plan_of("ddp")).step_seconds <= 1.0
+
+
+def test_a_quantised_base_is_multiplied_in_the_dtype_that_it_is_unpacked_to() -> None:
+    """Its packed bytes are most of the parameters, and say nothing of the products."""
+
+    def packed(unit: UnitSpec) -> UnitSpec:
+        return replace(unit, params=tuple(replace(one, dtype="uint8", trainable=False) for one in unit.params))
+
+    units = (unit if unit.name == ROOT else packed(unit) for unit in SPEC.units)
+    quantised = replace(SPEC, units=tuple(units), traces=tuple(one for one in SPEC.traces if one.computes_in == "bf16"))
+    quantised = replace(quantised, traces=tuple(replace(one, computes_in="native") for one in quantised.traces))
+    plan = plan_of("fsdp", precision="native")
+    job = job_of(quantised, plan=plan, num_ranks=8, optimizer="adamw", device="cuda")
+    assert job.precision == "bf16"
 
 
 def test_deepspeed_takes_longer_the_more_it_shards() -> None:
