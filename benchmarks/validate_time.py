@@ -21,6 +21,7 @@ from published import MEASURED, measured, read
 from published_rows import Row
 
 from shardwise.hardware import Cluster, cluster_of
+from shardwise.hardware.software import software_of
 from shardwise.planner.search.candidates import Candidate, cost
 from shardwise.planner.systems import system_of
 from shardwise.planner.time.step_time import block_seconds
@@ -90,7 +91,7 @@ def _longer(param: TensorSpec, before: int | None, after: int) -> TensorSpec:
 def cluster_for(row: Row) -> Cluster:
     """Return the row's cluster, with its software."""
     cluster = cluster_of(row.cluster)
-    device = replace(cluster.device, software=row.software, matmul_precision=row.matmul)
+    device = replace(cluster.device, software=software_of(row.software), matmul_precision=row.matmul)
     return replace(cluster, device=device)
 
 

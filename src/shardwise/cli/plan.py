@@ -8,6 +8,7 @@ from typer import Argument, Exit, Option
 
 from shardwise.cli.plan_options import (
     OPTIMIZERS,
+    SoftwareOptions,
     check_names,
     hybrid_mesh,
     parse_count,
@@ -60,8 +61,13 @@ def plan(
     engine: Annotated[str | None, Option(help="shardwise (default), or torch's own DDP and fully_shard.")] = None,
     devices: Annotated[Path | None, Option(help="A device table that `shardwise calibrate` wrote.")] = None,
     software: Annotated[
-        str | None, Option(help="Age of the kernels: 2023, 2024 or current (default: current).")
+        str | None, Option(help="Preset of the kernels: 2023, 2024 or current (default); the line below names them.")
     ] = None,
+    attention: Annotated[
+        str | None, Option(help="Attention: cudnn (default), flash-3, flash-2, flash-1, memory-efficient or math.")
+    ] = None,
+    matmul: Annotated[str | None, Option(help="Library of matrix products: cuda-13 (default) or cuda-12.")] = None,
+    norms: Annotated[str | None, Option(help="RMS norms: fused (default), or operations.")] = None,
     matmul_precision: Annotated[
         str | None, Option(help="As torch.set_float32_matmul_precision: highest, or high for TF32.")
     ] = None,
@@ -124,7 +130,8 @@ def plan(
     from shardwise.cli.plan_output import as_data, show
     from shardwise.plan import Plan
 
-    where = planned_cluster(cluster, devices=devices, software=software, matmul_precision=matmul_precision, here=here)
+    kernels = SoftwareOptions(preset=software, attention=attention, matmul=matmul, norms=norms)
+    where = planned_cluster(cluster, devices=devices, software=kernels, matmul_precision=matmul_precision, here=here)
     way, ways = parse_recompute(recompute)
     chosen = system_settings(
         like, engine=engine, strategy=strategy, precision=precision, reduce_dtype=reduce_dtype,

@@ -13,10 +13,11 @@ from shardwise.spec.losses import LEAN, LOSSES, USUAL
 
 if TYPE_CHECKING:
     from shardwise.hardware import Cluster
+    from shardwise.hardware.software import Software
     from shardwise.sources import Source
 
 GOALS = ("throughput", "memory")
-OPTIMIZERS = ("adamw", "adam", "sgd", "muon")
+OPTIMIZERS = ("adamw", "adamw-foreach", "adamw-loop", "adam", "sgd", "muon")
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
@@ -68,7 +69,7 @@ def parse_recompute(text: str) -> tuple[str, dict[str, str]]:
 
 
 def planned_cluster(
-    text: str, *, devices: Path | None, software: str | None, matmul_precision: str | None, here: bool
+    text: str, *, devices: Path | None, software: "SoftwareOptions", matmul_precision: str | None, here: bool
 ) -> "Cluster":
     from shardwise.hardware import cluster_of
     from shardwise.hardware.cluster_file import read_cluster_file
@@ -80,11 +81,26 @@ def planned_cluster(
         cluster = replace(cluster, device=measured.device, link=measured.link or cluster.link)
     device = replace(
         cluster.device,
-        software=software or cluster.device.software,
+        software=software.on(cluster.device.software),
         matmul_precision=matmul_precision or cluster.device.matmul_precision,
     )
     cluster = replace(cluster, device=device)
     return probed_cluster(cluster) if here else cluster
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoftwareOptions:
+    """The options that say which kernels run; None where one is not given."""
+
+    preset: str | None
+    attention: str | None
+    matmul: str | None
+    norms: str | None
+
+    def on(self, base: "Software") -> "Software":
+        from shardwise.hardware.software import chosen_software
+
+        return chosen_software(base, preset=self.preset, attention=self.attention, matmul=self.matmul, norms=self.norms)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

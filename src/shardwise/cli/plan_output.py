@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardwise.cli.plan_answer import PlanAnswer
+from shardwise.hardware.software import CURRENT
 from shardwise.planner.memory.states import needs_whole_matrices
 from shardwise.planner.time.step_time import why_not_timed
 from shardwise.report.text.budgets import frontier_data, frontier_table, training_data, training_table
@@ -24,6 +25,7 @@ def as_data(shown: PlanAnswer) -> dict[str, Any]:
         "cluster": str(shown.found[0].cluster),
         "recommended": shown.recommendation.index,
         "why": shown.why,
+        "software": str(shown.found[0].cluster.device.software),
         "like": shown.question.like or None,
         "host": "probed" if shown.found[0].cluster.device.host is not None else "assumed",
         "candidates": [candidate_data(candidate) for candidate in shown.found],
@@ -93,6 +95,9 @@ def _remarks(shown: PlanAnswer) -> Iterator[str]:
     yield f"Predicted, not measured; {fits}{f'time is not predicted: {unknown}' if unknown else time}."
     if unknown is None and needs_whole_matrices(shown.question.optimizer):
         yield "The time of Muon's update is computed from its matrix products; it was not compared with measurements."
+    software = first.cluster.device.software
+    if unknown is None and software != CURRENT and first.cluster.device.calibration is None:
+        yield f"Kernels: {software}."
     if shown.captured is not None and shown.captured.time is not None:
         yield (
             f"In CUDA graphs, as `shardwise train` runs a step where it can, {shown.captured.name} takes "

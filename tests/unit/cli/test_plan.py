@@ -27,7 +27,18 @@ def as_json(capfd: pytest.CaptureFixture[str], *arguments: str) -> Any:
 
 def test_the_json_is_the_contract(capfd: pytest.CaptureFixture[str]) -> None:
     data = as_json(capfd, "gpt2-124m", "--cluster", "8xh100-80gb")
-    assert set(data) == {"model", "cluster", "recommended", "why", "like", "host", "candidates", "captured", "compiled"}
+    assert set(data) == {
+        "model",
+        "cluster",
+        "recommended",
+        "why",
+        "like",
+        "software",
+        "host",
+        "candidates",
+        "captured",
+        "compiled",
+    }
     assert [candidate["strategy"] for candidate in data["candidates"]] == list(STRATEGIES)
     assert data["candidates"][data["recommended"]]["strategy"] == "ddp"
     for candidate in data["candidates"]:
@@ -301,6 +312,11 @@ def test_software_tf32_and_compiling_change_the_time(capfd: pytest.CaptureFixtur
     assert seconds("--software", "2023") > 1.1 * seconds()
     assert seconds("--compile", "inductor") < 0.95 * seconds()
     assert seconds("--precision", "fp32", "--matmul-precision", "high") < 0.6 * seconds("--precision", "fp32")
+    assert seconds("--software", "2023", "--attention", "cudnn") < seconds("--software", "2023")
+    assert run(*options, "--attention", "flash-2") == 0
+    assert "Kernels: attention flash-2, matmul cuda-13, norms fused." in capfd.readouterr().out
+    assert run(*options, "--attention", "flash-9") == 2
+    assert "unknown attention kernel 'flash-9'; did you mean" in capfd.readouterr().err
     assert run(*options, "--software", "1999") == 2
     assert "2023" in capfd.readouterr().err
 

@@ -12,6 +12,7 @@ from shardwise.hardware import Cluster, Device
 from shardwise.hardware.borrowed import USUAL
 from shardwise.hardware.calibration import shipped_calibration
 from shardwise.hardware.device import device_of
+from shardwise.hardware.software import CURRENT
 from shardwise.plan import Plan
 from shardwise.planner.systems import OWN, System
 
@@ -19,6 +20,7 @@ CALIBRATED = "kernels calibrated"
 BORROWED = "kernels of an H200 on the same architecture"
 BORROWED_FAR = "kernels of an H200 on another architecture"
 BORROWED_NEW = "extrapolated from an H200, not validated"
+BORROWED_UNSEEN = "extrapolated from an H200 to an architecture of which no training was compared"
 NODES = "across nodes"
 COMPILED = "compiled"
 HOST_MEASURED = "bound by the host"
@@ -30,6 +32,7 @@ PARTS = {
     BORROWED: 0.07,
     BORROWED_FAR: 0.11,
     BORROWED_NEW: 0.2,
+    BORROWED_UNSEEN: 0.5,
     NODES: 0.08,
     COMPILED: 0.06,
     HOST_MEASURED: 0.08,
@@ -80,8 +83,12 @@ def time_band(*, plan: Plan, cluster: Cluster, host_share: float, system: System
 
 
 def kernels_fact(device: Device) -> str:
-    if device.calibration is not None or shipped_calibration(device.name) is not None:
+    if device.calibration is not None:
         return CALIBRATED
+    if shipped_calibration(device.name) is not None:
+        # It was calibrated with today's kernels.
+        return CALIBRATED if device.software == CURRENT else BORROWED
     if device.name not in CHECKED:
-        return BORROWED_NEW
+        is_seen = device.architecture in {device_of(name).architecture for name in CHECKED}
+        return BORROWED_NEW if is_seen else BORROWED_UNSEEN
     return BORROWED if device.architecture == device_of(USUAL).architecture else BORROWED_FAR

@@ -6,6 +6,7 @@ import pytest
 
 from shardwise.hardware import cluster_of
 from shardwise.hardware.calibration import shipped_calibration
+from shardwise.hardware.software import software_of
 from shardwise.plan import Plan
 from shardwise.planner.systems import system_of
 from shardwise.planner.time.band import TimeBand, time_band
@@ -18,8 +19,15 @@ def band(cluster: str, *, plan: Plan = PLAN, host_share: float = 0.1, system: st
 
 
 def test_the_less_is_known_of_a_device_the_wider_the_band() -> None:
-    calibrated, same, other, new = (band(f"8x{kind}") for kind in ("h200", "h100", "a100", "mi300x"))
-    assert calibrated < same < other < new
+    kinds = ("h200", "h100", "a100", "rtx-3090", "b200")
+    calibrated, same, other, new, unseen = (band(f"8x{kind}") for kind in kinds)
+    assert calibrated < same < other < new < unseen
+
+
+def test_a_calibrated_device_with_other_kernels_is_not_calibrated() -> None:
+    cluster = cluster_of("8xh200")
+    old = replace(cluster, device=replace(cluster.device, software=software_of("2023")))
+    assert time_band(plan=PLAN, cluster=old, host_share=0.1).value == band("8xh100")
 
 
 @pytest.mark.parametrize(
