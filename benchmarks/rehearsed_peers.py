@@ -9,6 +9,7 @@ one batch that lies on the device. Each case runs in a process of its own, in wh
 steps alternate. Writes benchmarks/results/rehearsed_peers_h200.json after every case.
 
     captured       ours as `shardwise train` runs it
+    units          ours by default, as an ordinary loop: units are CUDA graphs
     ordinary       ours with capture = "off": an ordinary loop
     fully_shard    torch's own, cut into the same units
 """
@@ -43,6 +44,7 @@ CASES = {
 }
 WAYS: dict[str, dict[str, str]] = {
     "captured": {"capture": "auto"},
+    "units": {"capture": "auto"},
     "ordinary": {},
     "fully_shard": {"engine": "torch", "capture": "off"},
 }
@@ -56,10 +58,10 @@ def measure(case: Case, *, blocks: int, collectives: AbsentCollectives | None) -
         changed = replace(case, **WAYS[way])
         own = collectives if changed.engine == "shardwise" else None
         training = set_up(changed, device="cuda", made_on="cuda", collectives=own)
-        return training.taken(captured=changed.is_captured, tell=said.append)
+        return training.taken(captured=way == "captured", tell=said.append)
 
     makes = {way: partial(step_of, way) for way in WAYS}
-    ratios = [(way, "fully_shard") for way in ("captured", "ordinary")]
+    ratios = [(way, "fully_shard") for way in ("captured", "units", "ordinary")]
     return {**measuring.compared(makes, warm_up=WARM_UP, blocks=blocks, ratios=ratios), "messages": said}
 
 

@@ -1,73 +1,173 @@
-"""Hugging Face's Trainer with our engine against its own, on one GPU: `python benchmarks/trainer_hf.py`.
+"""Trainers of transformers and TRL with our engine against their own, on one GPU: `python benchmarks/trainer_hf.py`.
 
-Qwen3-0.6B (random weights), 2 x 1024 tokens, bf16, fused AdamW, clipping, the Trainer's defaults otherwise. One NCCL
-rank and one process for each, one after the other:
+Qwen3-0.6B (random weights), bf16, fused AdamW, clipping, the trainers' defaults otherwise. One NCCL rank and one
+process for each, one after the other:
 
-    shardwise         ShardwiseTrainer(plan=Plan(strategy="fsdp", precision="bf16", capture="on"))
+    shardwise         Plan(strategy="fsdp", precision="bf16"), which captures by default
     shardwise-eager   the same with capture = "off"
     fsdp2             TrainingArguments(fsdp=True)
-    ddp               DistributedDataParallel around the model: on one rank the Trainer would leave it out
+    ddp               DistributedDataParallel around the model: on one rank a trainer would leave it out
 
-Samples per second are medians over turns of several steps, timed from one on_step_end to another, with the device
-waited for. Writes benchmarks/results/trainer_hf_h200.json. `--tiny` runs a small model on the CPU, to try this out.
+    one pass       transformers' Trainer, 2 × 1024 tokens, one pass per step
+    accumulation   the same with four passes per step
+    sft            TRL's SFTTrainer, four passes of 2 samples per step. Lengths from 64 to 1024, most of them short,
+                   padded to a multiple of 64
+    dpo lora       TRL's DPOTrainer with LoRA of rank 16 on all linear layers, lengths and padding as in sft
+
+The same 32 samples come in every turn, in the same order. Samples per second are medians over turns, timed from one
+on_step_end to another, with the device waited for. Where `datasets` is not installed, lists stand in for it
+(listed_datasets.py). Writes benchmarks/results/trainer_hf_h200.json; rows of others are kept. `--tiny` runs a small
+model on the CPU, to try this out.
 """
 
 import os
+import random
 import statistics
 import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import pairwise
 from subprocess import TimeoutExpired
 from typing import Any
 
+import listed_datasets
 import measuring
 import torch
 import workers
 from hugging_face_models import MODELS, TINY, make_model
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import SequentialSampler
 
 CONTESTANTS = ("shardwise", "fsdp2", "ddp", "shardwise-eager")
 MODEL = "qwen3-0.6b"
-WARM_UP, TURNS = 16, 5
+SAMPLES, TURNS = 32, 4
+# Turns before the measured ones: every shape comes at least once per turn, and the ninth time it is replayed.
+WARM_UP = {"shardwise": 9}
+_PADDED_TO = 64
 
 
-def measure(contestant: str, *, steps: int, tiny: bool) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A trainer and its settings; `rows(num_words, num_tokens)` makes its samples."""
+
+    rows: Callable[[int, int], list[dict[str, Any]]]
+    trainer: str = "Trainer"
+    passes: int = 1
+    adapters: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def classes(self) -> tuple[type, type]:
+        """Return the class of the trainer and that of its arguments."""
+        if self.trainer == "Trainer":
+            from transformers import Trainer, TrainingArguments
+
+            return Trainer, TrainingArguments
+        listed_datasets.install()
+        import trl
+
+        return getattr(trl, self.trainer), getattr(trl, self.trainer.replace("Trainer", "Config"))
+
+
+def fixed_rows(num_words: int, num_tokens: int) -> list[dict[str, Any]]:
+    ids = torch.randint(5, num_words, (SAMPLES, num_tokens), generator=torch.Generator().manual_seed(0))
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def skewed_lengths(longest: int) -> list[int]:
+    """Return lengths from 64 on (or an eighth of a tiny longest), of which half are below a quarter of the longest."""
+    least, draw = min(_PADDED_TO, longest // 8), random.Random(0)
+    return [min(longest, int(least + draw.lognormvariate(0, 0.9) * longest / 6)) for _ in range(SAMPLES)]
+
+
+def sft_rows(num_words: int, num_tokens: int) -> list[dict[str, Any]]:
+    draw = random.Random(1)
+    rows = [[draw.randrange(5, num_words) for _ in range(length)] for length in skewed_lengths(num_tokens)]
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def dpo_rows(num_words: int, num_tokens: int) -> list[dict[str, Any]]:
+    draw = random.Random(1)
+
+    def text(num: int) -> str:
+        return " ".join(f"w{draw.randrange(5, num_words)}" for _ in range(max(1, num)))
+
+    return [
+        {"prompt": text(length // 4), "chosen": " " + text(length // 2), "rejected": " " + text(3 * length // 4 - 2)}
+        for length in skewed_lengths(num_tokens)
+    ]
+
+
+_PADDING = {"pad_to_multiple_of": _PADDED_TO, "max_length": None, "gradient_checkpointing": False}
+CASES = {
+    "one pass": Case(rows=fixed_rows),
+    "accumulation": Case(rows=fixed_rows, passes=4),
+    "sft": Case(rows=sft_rows, trainer="SFTTrainer", passes=4, options=_PADDING),
+    "dpo lora": Case(rows=dpo_rows, trainer="DPOTrainer", passes=4, adapters=True, options=_PADDING),
+}
+
+
+def measure(name: str, contestant: str, *, tiny: bool) -> dict[str, Any]:
     """Train once; return the seconds of a step, medians over turns, and the losses."""
-    size, tokens, config = MODELS[MODEL].samples, MODELS[MODEL].tokens, MODELS[MODEL].values
+    case, size = CASES[name], MODELS[MODEL].samples
     torch.manual_seed(0)
     model = make_model(MODEL, device="cpu" if tiny else "cuda", **(TINY if tiny else {}))
-    ids = torch.randint(5, TINY["vocab_size"] if tiny else config["vocab_size"], (64, 16 if tiny else tokens))
-    clock = make_clock(steps=steps)
+    num_words = model.config.vocab_size
+    steps, warm_up = SAMPLES // (size * case.passes), WARM_UP.get(contestant, 1)
+    clock = make_clock(steps=steps, warm_up=warm_up * steps)
     quiet = {"save_strategy": "no", "report_to": [], "disable_tqdm": True, "logging_steps": steps}
-    training = {"bf16": True, "per_device_train_batch_size": size, "learning_rate": 1e-4}
+    training = {"bf16": True, "per_device_train_batch_size": size, "gradient_accumulation_steps": case.passes}
+    lasts = {
+        "learning_rate": 1e-4,
+        "lr_scheduler_type": "constant",
+        "max_steps": (warm_up + TURNS) * steps,
+        "use_cpu": tiny,
+    }
+    args = {"output_dir": tempfile.mkdtemp(), **quiet, **training, **lasts, **case.options}
+    rows = case.rows(num_words, 16 if tiny else MODELS[MODEL].tokens)
+    given: dict[str, Any] = {"model": model, "train_dataset": rows, "callbacks": [clock]}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer = make_trainer(
-            contestant,
-            {"output_dir": tempfile.mkdtemp(), "use_cpu": tiny, "max_steps": WARM_UP + TURNS * steps}
-            | quiet
-            | training,
-            model=model,
-            train_dataset=[{"input_ids": row, "labels": row} for row in ids],
-            callbacks=[clock],
-        )
+        if case.trainer != "Trainer":
+            case.classes()
+            from datasets import Dataset
+
+            given |= {"train_dataset": Dataset.from_list(rows), "processing_class": make_tokenizer(num_words)}
+        if case.adapters:
+            from peft import LoraConfig
+
+            given["peft_config"] = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
+        trainer = make_trainer(case, contestant, args, **given)
         trainer.train()
     per_step = [(later - earlier) / steps for earlier, later in pairwise(clock.times)]
     return {
+        "case": name,
         "contestant": contestant,
-        "samples_per_second": size / statistics.median(per_step),
+        "samples_per_second": size * case.passes / statistics.median(per_step),
         "step_seconds": statistics.median(per_step),
         "fastest_seconds": min(per_step),
         "slowest_seconds": max(per_step),
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
-        "peak_bytes": measuring.peaks()["allocated_bytes"],
+        **measuring.peaks(),
         "told": [str(one.message) for one in caught if str(one.message).startswith("capture: ")],
     }
 
 
-def make_clock(*, steps: int) -> Any:
+def make_tokenizer(num_words: int) -> Any:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<eos>": 1, **{f"w{number}": number for number in range(2, num_words)}}
+    made = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    made.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
+
+
+def make_clock(*, steps: int, warm_up: int) -> Any:
     from transformers import TrainerCallback
 
     class Clock(TrainerCallback):
@@ -77,55 +177,67 @@ def make_clock(*, steps: int) -> Any:
             self.times: list[float] = []
 
         def on_step_end(self, args: Any, state: Any, control: Any, **options: Any) -> None:
-            if state.global_step >= WARM_UP and (state.global_step - WARM_UP) % steps == 0:
+            if state.global_step >= warm_up and (state.global_step - warm_up) % steps == 0:
                 measuring.settle()
                 self.times.append(time.perf_counter())
 
     return Clock()
 
 
-def make_trainer(contestant: str, args: dict[str, Any], **given: Any) -> Any:
-    from transformers import Trainer, TrainingArguments
-
+def make_trainer(case: Case, contestant: str, args: dict[str, Any], **given: Any) -> Any:
     from shardwise import Plan
-    from shardwise.integrations import ShardwiseTrainer
+    from shardwise.integrations import ShardwiseMixin
 
-    class DDPTrainer(Trainer):
+    stock: Any
+    stock, arguments = case.classes()
+
+    class InOrder(stock):
+        def _get_train_sampler(self, dataset: Any = None) -> Any:
+            return SequentialSampler(dataset if dataset is not None else self.train_dataset)
+
+    class UnderDDP(InOrder):
         def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
             if not training or isinstance(model, DistributedDataParallel):
                 return model
-            # Autocast, as it has under the Trainer's own DDP.
+            # Autocast, as it has under the trainer's own DDP.
             model = self.accelerator.prepare_model(model, evaluation_mode=True)
             return DistributedDataParallel(model, device_ids=None if args["use_cpu"] else [0])
 
+    class UnderShardwise(ShardwiseMixin, InOrder):
+        pass
+
     if contestant == "fsdp2":
-        return Trainer(**given, args=TrainingArguments(**args, fsdp=True))
+        return InOrder(**given, args=arguments(**args, fsdp=True))
     if contestant == "ddp":
-        return DDPTrainer(**given, args=TrainingArguments(**args))
-    # On a CPU, which captures nothing, to ask for it is a mistake.
-    capture = "off" if contestant.endswith("eager") or args["use_cpu"] else "on"
+        return UnderDDP(**given, args=arguments(**args))
+    capture = "off" if contestant.endswith("eager") else "auto"
     plan = Plan(strategy="fsdp", precision="bf16", capture=capture)
-    return ShardwiseTrainer(**given, args=TrainingArguments(**args), plan=plan)
+    return UnderShardwise(**given, args=arguments(**args), plan=plan)
 
 
 def main() -> None:
     out = measuring.RESULTS / "trainer_hf_h200.json"
-    asked = measuring.options(__doc__, one="", contestants=CONTESTANTS, steps=8, limit=70.0, tiny=False, out=out)
+    defaults = {"cases": list(CASES), "contestants": CONTESTANTS, "limit": 120.0, "tiny": False, "out": out}
+    asked = measuring.options(__doc__, one="", case="", **defaults)
     if asked.one:
-        return workers.tell(measure(asked.one, steps=asked.steps, tiny=asked.tiny))
+        return workers.tell(measure(asked.case, asked.one, tiny=asked.tiny))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    runs: list[dict[str, Any]] = []
-    for contestant in asked.contestants:
-        options = ["--one", contestant, "--steps", str(asked.steps), *(["--tiny"] if asked.tiny else [])]
-        try:
-            runs += workers.results_of(
-                workers.output_of(*workers.torchrun(1), __file__, *options, limit_seconds=asked.limit)
-            )
-        except (workers.ProcessFailed, TimeoutExpired) as error:
-            runs.append({"contestant": contestant, "failed": str(error)[-2500:]})
-        print(runs[-1], flush=True)
-        measuring.write(None if asked.tiny else asked.out, {**measuring.circumstances(), "runs": runs})
-    sys.exit(1 if any("failed" in run for run in runs) else 0)
+    failed = False
+    for case in asked.cases:
+        for contestant in asked.contestants:
+            options = ["--case", case, "--one", contestant, *(["--tiny"] if asked.tiny else [])]
+            try:
+                rows = workers.results_of(
+                    workers.output_of(*workers.torchrun(1), __file__, *options, limit_seconds=asked.limit)
+                )
+            except (workers.ProcessFailed, TimeoutExpired) as error:
+                print(case, contestant, str(error)[-2500:], flush=True)
+                failed = True
+                continue
+            measuring.show(f"{case}, {contestant}", rows[0])
+            kept = None if asked.tiny else asked.out
+            measuring.replace_rows(kept, rows, key=lambda row: (row["case"], row["contestant"]))
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

@@ -169,9 +169,9 @@ class Mixed(nn.Module):
         return self.third(x[0] if isinstance(x, tuple) else x)
 
 
-def trained(model: nn.Module, *, num_steps: int = 16) -> list[Tensor]:
+def trained(model: nn.Module, *, num_steps: int = 16, **options: Any) -> list[Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    shardwise.prepare(model, optimizer, Plan(units="leaf"))
+    shardwise.prepare(model, optimizer, Plan(units="leaf", **options))
     losses = []
     for step in range(num_steps):
         loss = model(torch.randn(3, 4, generator=torch.Generator().manual_seed(step))).square().mean()
@@ -190,6 +190,32 @@ def mixed(rank: int, kind: type[nn.Module]) -> tuple[dict[str, str], int]:
     graphs = engine_of(model).graphs
     assert graphs is not None
     return {watched.name: watched.why_not for watched in graphs.watched}, graphs.num_replayed
+
+
+NOTED: list[torch.Size] = []
+
+
+class Noting(nn.Linear):
+    """Has an effect that nothing can see."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        NOTED.append(x.shape)
+        return super().forward(x)
+
+
+def noted(rank: int) -> tuple[int, int]:
+    model = Mixed(Noting)
+    with simulated():
+        trained(model, uncaptured=("second",))
+    graphs = engine_of(model).graphs
+    assert graphs is not None
+    return len(NOTED), graphs.num_replayed
+
+
+def test_an_uncaptured_unit_runs_in_python_at_every_call() -> None:
+    ((num_noted, num_replayed),) = run_ranks(noted, num_ranks=1)
+    assert num_noted == 16
+    assert num_replayed > 0
 
 
 @pytest.mark.parametrize("name", sorted(UNFIT))

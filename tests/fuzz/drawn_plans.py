@@ -45,7 +45,7 @@ NARROW = ("precision", "reduce_dtype", "keep_fp32")
 # Strategies under which states can be offloaded: replicated gradients stay on the device.
 _OFFLOADED = {name for name, placement in STRATEGIES.items() if placement.grads is SHARDED}
 # Keys whose values depend on the model or the number of ranks.
-DRAWN_HERE = ("overrides", "recompute_overrides", "keep_fp32", "owned", "mesh")
+DRAWN_HERE = ("overrides", "recompute_overrides", "keep_fp32", "owned", "mesh", "uncaptured")
 _OWNED = "*.weight"
 
 
@@ -71,6 +71,8 @@ def draw_plan(
         plan["mesh"] = [num_ranks, 1] if random.random() < 0.5 else [1, num_ranks]
     if random.random() < 0.1 and "offload_states" not in plan:
         plan["owned"] = [_OWNED]
+    if random.random() < 0.1:
+        plan["uncaptured"] = [random.choice(patterns)]
     if "precision" in plan and random.random() < 0.5:
         plan["keep_fp32"] = [random.choice(["first", *patterns])]
     if any(name in plan for name in NARROW):
@@ -99,6 +101,8 @@ def as_plan(keys: dict[str, Any], *, model: nn.Module) -> Plan:
     for key in ("overrides", "recompute_overrides"):
         given = keys.get(key, {})
         found[key] = {name: value for name, value in given.items() if name not in unmatched(given, names)}
+    if "uncaptured" in keys:
+        found["uncaptured"] = [name for name in keys["uncaptured"] if name not in unmatched([name], names)]
     if "mesh" in keys:
         found["mesh"] = Mesh(replicate=keys["mesh"][0], shard=keys["mesh"][1])
     return Plan(**found)

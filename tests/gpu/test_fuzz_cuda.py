@@ -19,11 +19,12 @@ pytestmark = [
     [
         ("steps", 1, 60),
         ("steps", 2, 15),
-        # On several ranks units are no graphs.
         ("units", 1, 60),
+        ("units", 2, 15),
         pytest.param("steps", 1, 300, marks=pytest.mark.whole),
         pytest.param("steps", 2, 60, marks=pytest.mark.whole),
         pytest.param("units", 1, 420, marks=pytest.mark.whole),
+        pytest.param("units", 2, 60, marks=pytest.mark.whole),
     ],
 )
 def test_random_compositions_with_graphs_are_right_or_refused(

@@ -14,10 +14,7 @@ pytestmark = [
 ]
 
 
-_OPEN = pytest.mark.xfail(reason="losses differed with two NCCL ranks, where unit graphs are off (ON_SEVERAL_RANKS)")
-
-
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=_OPEN)])
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_loops_with_unit_graphs_have_the_bits_of_the_same_loops_without(tmp_path: Path, num_ranks: int) -> None:
     run_script("unit_graphs_rank.py", num_ranks=num_ranks, folder=tmp_path, timeout_s=390)
     for rank in range(num_ranks):

@@ -13,17 +13,14 @@ import torch.distributed as dist  # noqa: E402
 from loops import LOOPS  # noqa: E402
 from test_unit_graphs import PLANS, STRATEGIES, difference, run  # noqa: E402
 
-from shardwise.engine.unit_graphs import unit_graphs  # noqa: E402
-
 
 def main() -> None:
-    unit_graphs.ON_SEVERAL_RANKS = True
     torch.cuda.set_device(0)
     torch.use_deterministic_algorithms(True)
     store = dist.FileStore(str(FOLDER / "store"), NUM_RANKS)
     dist.init_process_group("nccl", store=store, rank=RANK, world_size=NUM_RANKS, device_id=torch.device("cuda", 0))
     cases = [(loop, {"strategy": strategy}) for loop in sorted(LOOPS) for strategy in STRATEGIES]
-    cases += [("plain", plan) for plan in PLANS.values()]
+    cases += [("plain", plan) for plan in (*PLANS.values(), {"strategy": "fsdp", "compile": "inductor"})]
     found = {}
     for loop, options in cases:
         model_options = {"dropout": 0.0 if options.get("recompute") == "selective" else 0.1}

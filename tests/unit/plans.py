@@ -30,6 +30,7 @@ _plans = st.builds(
     bucket_bytes=st.integers(1, 2**40),
     compile=st.sampled_from(["none", "inductor", "aot_eager", "auto"]),
     capture=st.sampled_from(["auto", "off", False]),
+    uncaptured=st.lists(patterns, max_size=2),
     engine=st.sampled_from(["shardwise", "torch"]),
     collectives=st.just("backend"),
 )
@@ -76,6 +77,8 @@ _MISTAKES: list[tuple[str, str]] = [
     ("recompute_overrides", '{"blocks.0" = "some"}'),
     ("recompute_overrides", '{"" = "full"}'),
     ("capture", "1"),
+    ("uncaptured", '"blocks.0"'),
+    ("uncaptured", '["blocks.0"]\ncapture = "on"'),
     ("engine", '"deepspeed"'),
     ("engine", "{}"),
     ("collectives", '"tree"'),

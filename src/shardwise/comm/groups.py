@@ -115,3 +115,13 @@ def job_timeout() -> timedelta | None:
         return None
     timeout: timedelta | None = getattr(options, "_timeout", None)
     return timeout
+
+
+def num_collectives(group: dist.ProcessGroup | None = None) -> int:
+    """Return how many collectives were issued in a group (default: the job's); 0 if its backend does not count them."""
+    handle = group or dist.group.WORLD
+    assert handle is not None
+    try:
+        return int(handle._get_sequence_number_for_group())  # type: ignore[attr-defined]
+    except RuntimeError:
+        return 0

@@ -284,6 +284,7 @@ LIMITS: Mapping[str, EngineLimits] = MappingProxyType(
                 ),
                 Setting(key="recompute_overrides", plain=Patterns()),
                 Setting(key="keep_fp32", plain=()),
+                Setting(key="uncaptured", plain=()),
                 Setting(key="accumulate_reduced", plain=False),
             ),
             combinations=_torch_combinations,

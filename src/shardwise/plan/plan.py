@@ -102,9 +102,16 @@ class Plan:
     )
     capture: str | bool = key(
         "auto",
-        "steps run as CUDA graphs (shardwise.capture, train): where that is safe and faster (auto), always (on) or "
-        "never (off). TOML may also say true or false",
+        "whole steps (shardwise.step, shardwise.capture, train), or the units of an ordinary loop, run as CUDA graphs: "
+        "where that is safe and faster (auto), always as whole steps (on) or never (off). TOML may also "
+        "say true or false",
         form=_CAPTURE,
+    )
+    uncaptured: tuple[str, ...] = key(
+        (),
+        "units (`blocks.3`) whose forward does something in Python at every call that a CUDA graph would leave out, "
+        "such as counting: they are in no graph, and so whole steps are not captured",
+        form=pattern_list("unit"),
     )
     engine: str = key(
         "shardwise", "Shardwise's own engine, or the same plan on torch's DDP and fully_shard", choices=LIMITS
@@ -137,6 +144,8 @@ class Plan:
                 "owned with offload_states = true: what one rank steps whole is stepped on the device, with its state; "
                 "leave one of them out"
             )
+        if self.uncaptured and self.captures:
+            raise InvalidPlan("uncaptured with capture = 'on': leave one of them out")
         if self.owned and self.captures:
             raise InvalidPlan(f"owned with capture = 'on': {_OWNED_MOVE}; set capture = 'auto' or 'off'")
         if self.precision == "native" and self.keep_fp32:
@@ -182,15 +191,18 @@ class Plan:
             return "offload_activations = true"
         if self.owned:
             return _OWNED_MOVE
+        if self.uncaptured:
+            return "units are uncaptured"
         return "" if self.collectives == "backend" else f"collectives = {self.collectives!r}"
 
     def placements(self, unit_names: Iterable[str]) -> dict[str, Placement]:
         """Return the placement of each unit; every override must match at least one of them."""
         names = list(unit_names)
-        for name in ("overrides", "recompute_overrides"):
+        for name in ("overrides", "recompute_overrides", "uncaptured"):
             for pattern in unmatched(getattr(self, name), names):
+                where = f"{name}.{pattern}" if name != "uncaptured" else f"{name}: {pattern}"
                 raise InvalidPlan(
-                    f"{name}.{pattern} matches no unit; the units are {_some(names)} "
+                    f"{where} matches no unit; the units are {_some(names)} "
                     f"(units = {self.units!r}; 'auto + MODULE' makes a module a unit)"
                 )
         return {name: self.placement(name) for name in names}
@@ -209,6 +221,10 @@ class Plan:
         """Return the recompute of a unit; none for the root, where it would be the whole model."""
         assert isinstance(self.recompute_overrides, Patterns)
         return "none" if unit_name == "(root)" else self.recompute_overrides.find(unit_name, default=self.recompute)
+
+    def may_capture(self, unit_name: str) -> bool:
+        """Return whether a unit may be a CUDA graph."""
+        return self.capture != "off" and not any(fnmatchcase(unit_name, pattern) for pattern in self.uncaptured)
 
     def keeps_fp32(self, path: str) -> bool:
         """Return whether the parameter or module at a path lies in a module that `keep_fp32` names."""

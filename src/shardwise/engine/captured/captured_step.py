@@ -294,7 +294,8 @@ class CapturedStep:
         self.stopped = why
         self._memory.has_replays = False
         if self._engine.graphs is not None:
-            # Units may do what the whole step cannot.
+            # Units may do what the whole step cannot, in memory of their own.
+            self._memory.leave()
             self._engine.graphs.resume()
         if self._must:
             raise InvalidModel(f"the step cannot be captured: {why}; set capture = 'auto' or 'off'")

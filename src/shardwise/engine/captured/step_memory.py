@@ -113,11 +113,12 @@ class StepMemory:
             if self._results:
                 self._device.release_memory()
             else:
-                self._leave()
+                self.leave()
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         """Leave the pool to graphs. The optimizer's state moves out of it, a few tensors at a time."""
         self._sharing.clear()
+        self.pool.end()
         self.pool.renew()
         states = [(state, key) for state in self._optimizer.state.values() for key in state]
         # Other optimizers may keep further references to their state.

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise.comm.groups import num_collectives
 from shardwise.engine.engine import engine_of
 from shardwise.engine.out_of_memory.undo import StepStart
 from shardwise.engine.plan_change.replan import replan
@@ -67,7 +68,7 @@ class StepGuard(NoGuard):
 
     def begin(self) -> None:
         self._start = StepStart(self._model, self._engine)
-        self._num_before = _num_collectives()
+        self._num_before = num_collectives()
 
     def run(self, one_pass: Callable[[], Tensor]) -> Tensor | None:
         """Run a forward and its backward; after this rank has run out of memory, take part in those of the others."""
@@ -97,7 +98,7 @@ class StepGuard(NoGuard):
         engine.core.passes.failed = ""
         if not failures:
             was_learned = self._start is not None and self._start.learned
-            self._num_foreign = _num_collectives() - self._num_before if was_learned else 0
+            self._num_foreign = num_collectives() - self._num_before if was_learned else 0
             return
         assert self._start is not None
         self._start.undo()
@@ -118,17 +119,6 @@ def _describe(error: torch.OutOfMemoryError) -> str:
     """Return the first line of the engine's explanation (out_of_memory.py)."""
     notes = getattr(error, "__notes__", None) or [f"rank {dist.get_rank()} ran out of memory"]
     return str(notes[0]).splitlines()[0]
-
-
-def _num_collectives() -> int:
-    """Return the number of collectives issued in the job's default group, as its backend counts them."""
-    world = dist.group.WORLD
-    assert world is not None
-    try:
-        return int(world._get_sequence_number_for_group())  # type: ignore[attr-defined]
-    except RuntimeError:
-        # A backend that does not count.
-        return 0
 
 
 class Surviving:

@@ -115,7 +115,7 @@ class RecordedCall:
                 # As a tuple, because a number may be a result.
                 self.results.append((passed_on[0],))
                 continue
-            if type(leaf) is not Tensor or leaf.device != self.watched.device:
+            if type(leaf) is not Tensor or leaf.device.type != self.watched.device.type:
                 raise NotCaptured("it returns a tensor of another kind or on another device")
             if leaf.untyped_storage().data_ptr() in taken:
                 raise NotCaptured("it returns a view of an input or of a parameter")

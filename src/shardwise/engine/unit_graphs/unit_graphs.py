@@ -42,9 +42,6 @@ from shardwise.spec import ROOT, ModelSpec
 
 # Ordinary passes of a form before it is recorded, while it is the only one and otherwise: about six replays repay it.
 ENOUGH = (3, 6)
-# Whether units are graphs where ranks communicate. With two NCCL ranks that share a GPU, dropout drew other numbers in
-# recorded passes; a wait in graph_device.py mends the likely cause, and is to be tried on a GPU before this is True.
-ON_SEVERAL_RANKS = False
 # Forms that are counted before counting begins again.
 _MOST_COUNTED = 10_000
 # Recordings of one form that may fail, and backwards of one that may be computed again, before it stays ordinary.
@@ -94,7 +91,7 @@ class UnitGraphs:
         core, undo = self._core, []
         units = list(core.units.values())
         for unit in units:
-            if unit.name != ROOT and unit.flats:
+            if unit.name != ROOT and unit.flats and core.plan.may_capture(unit.name):
                 recompute = core.plan.recompute_of(unit.name)
                 watched = WatchedUnit(unit, units=units, recompute=recompute, device=core.setting.device)
                 if not watched.why_not:
@@ -253,7 +250,7 @@ class UnitGraphs:
         tensors: list[Tensor] = []
         try:
             form = form_of((inputs, options), tensors)
-            if any(tensor.device != watched.device for tensor in tensors):
+            if any(tensor.device.type != watched.device.type for tensor in tensors):
                 return self._ordinary(watched, inputs, options)
         except NotCaptured:
             return self._ordinary(watched, inputs, options)
@@ -297,7 +294,7 @@ def unit_graphs_of(core: Core, *, optimizers: Iterable[Optimizer]) -> UnitGraphs
     plan, device = core.plan, core.setting.device
     if device.type != "cuda" or plan.capture == "off" or capture_is_off():
         return None
-    if plan.offload_activations or why_no_pool() or (core.setting.groups.mesh.num_ranks > 1 and not ON_SEVERAL_RANKS):
+    if plan.offload_activations or why_no_pool():
         return None
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     tell = (lambda line: warnings.warn(line, stacklevel=2)) if is_first else lambda line: None

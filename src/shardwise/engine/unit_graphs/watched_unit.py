@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise.comm.groups import num_collectives
 from shardwise.engine.core.flat_buffers import unguarded
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.graphs.python_state import PLAIN, PythonState, foreign_hook, versions
@@ -136,7 +137,8 @@ class WatchedUnit:
         after = versions(self._state.tensors())
         replaced = [name for name in before if name not in after or before[name][0] != after[name][0]]
         changed = self._state.changed(values) or (replaced[0] if replaced else "")
-        on_host = [name for name in after if before.get(name) != after[name] and own[name].device != self.device]
+        written = [name for name in after if before.get(name) != after[name]]
+        on_host = [name for name in written if own[name].device.type != self.device.type]
         reasons = (
             _HOOKED if foreign_hook(self.module) else "",
             noted.unguarded or (f"{noted.reads[0].place} reads a value from the device" if noted.reads else ""),
@@ -167,5 +169,4 @@ def _num_collectives() -> list[int]:
     """Return how many collectives were issued, for each process group."""
     if not dist.is_initialized():
         return []
-    groups: Any = dist.distributed_c10d._world.pg_map
-    return [group._get_sequence_number_for_group() for group in groups]
+    return [num_collectives(group) for group in dist.distributed_c10d._world.pg_map]
