@@ -75,7 +75,7 @@ def plan(
         str, Option("--compile", help="none, inductor, aot_eager, or auto (chosen with --strategy auto).")
     ] = "none",
     capture: Annotated[
-        str, Option(help="Run steps as CUDA graphs: on, off, or auto (off, with a note if they are faster).")
+        str, Option(help="CUDA graphs of whole steps (on), of units (units), none (off), or auto (off, with a note).")
     ] = "auto",
     like: Annotated[
         str,

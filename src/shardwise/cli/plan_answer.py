@@ -55,6 +55,7 @@ class PlanAnswer:
     fits            whether any of them fits
     captured        the recommended plan in CUDA graphs, as `shardwise train` runs it by default; None unless that is
                     clearly faster
+    captured_units  the same with units as CUDA graphs, as an ordinary loop runs it by default
     compiled        the solver's plan with compiled units; None unless they were left out and are clearly faster
     """
 
@@ -64,6 +65,7 @@ class PlanAnswer:
     why: str
     fits: bool
     captured: Candidate | None
+    captured_units: Candidate | None
     compiled: Candidate | None
     scaling: list[Scaled] | None
     frontier: list[FrontierPoint] | None
@@ -104,7 +106,8 @@ def answer(question: PlanQuestion) -> PlanAnswer:
         recommendation=chosen,
         why=why,
         fits=chosen.reason is not Reason.NOTHING_FITS,
-        captured=_captured(question, chosen.best),
+        captured=_captured(question, chosen.best, capture="on"),
+        captured_units=_captured(question, chosen.best, capture="units"),
         compiled=_compiled(question, chosen.best),
         scaling=_scaling(question, found=found, cluster=cluster),
         frontier=frontier(spec_for, request=question) if question.has_frontier else None,
@@ -126,8 +129,8 @@ def _with_auto(question: PlanQuestion, found: list[Candidate]) -> tuple[list[Can
     return [*found, best], Recommendation(index=len(found), reason=reason, best=best), why
 
 
-def _captured(question: PlanQuestion, best: Candidate | None) -> Candidate | None:
-    """Return the recommended plan with captured steps, if that is clearly faster.
+def _captured(question: PlanQuestion, best: Candidate | None, *, capture: str) -> Candidate | None:
+    """Return the recommended plan with captured steps or units, if that is clearly faster.
 
     Under `capture = auto` only the run decides whether a step is captured, so the table shows ordinary steps.
     """
@@ -144,7 +147,7 @@ def _captured(question: PlanQuestion, best: Candidate | None) -> Candidate | Non
     if needs_whole_matrices(question.optimizer):
         # Steps of such optimizers are not captured.
         return None
-    return _clearly_faster(question, replace(plan, capture="on"), than=best)
+    return _clearly_faster(question, replace(plan, capture=capture), than=best)
 
 
 def _compiled(question: PlanQuestion, best: Candidate | None) -> Candidate | None:

@@ -19,7 +19,7 @@ from shardwise.vocabulary.quantities import GIB, fixed_text, step_seconds_text
 
 
 def as_data(shown: PlanAnswer) -> dict[str, Any]:
-    captured, compiled = (None if one is None else candidate_data(one) for one in (shown.captured, shown.compiled))
+    others = {"captured": shown.captured, "captured_units": shown.captured_units, "compiled": shown.compiled}
     data = {
         "model": shown.question.source.reference,
         "cluster": str(shown.found[0].cluster),
@@ -29,8 +29,7 @@ def as_data(shown: PlanAnswer) -> dict[str, Any]:
         "like": shown.question.like or None,
         "host": "probed" if shown.found[0].cluster.device.host is not None else "assumed",
         "candidates": [candidate_data(candidate) for candidate in shown.found],
-        "captured": captured,
-        "compiled": compiled,
+        **{name: None if one is None else candidate_data(one) for name, one in others.items()},
     }
     if shown.training is not None:
         data["training"] = [training_data(row) for row in shown.training]
@@ -102,6 +101,12 @@ def _remarks(shown: PlanAnswer) -> Iterator[str]:
         yield (
             f"In CUDA graphs, as `shardwise train` runs a step where it can, {shown.captured.name} takes "
             f"{step_seconds_text(shown.captured.time.step_seconds)} s per step; --capture on plans for that."
+        )
+    if shown.captured_units is not None and shown.captured_units.time is not None:
+        yield (
+            "In a loop of your own, whose units are CUDA graphs, it takes "
+            f"{step_seconds_text(shown.captured_units.time.step_seconds)} s and "
+            f"{fixed_text(shown.captured_units.memory.reserved_bytes, unit=GIB)}; --capture units plans for that."
         )
     if shown.compiled is not None and shown.compiled.time is not None:
         yield (

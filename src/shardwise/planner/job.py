@@ -80,7 +80,8 @@ class Job:
         return self._ledger(self.first_rows) if self.in_order else self.ledger
 
     def _ledger(self, rows: Iterable[MemoryRow]) -> Ledger:
-        ledger = Ledger(seq=self.spec.seq, grads_leave_at_once=self.engine.grads_leave_at_once)
+        leaves_at_once, graphs = self.engine.grads_leave_at_once, self.plan.capture == "units"
+        ledger = Ledger(seq=self.spec.seq, grads_leave_at_once=leaves_at_once, has_unit_graphs=graphs)
         ledger.write(rows)
         return ledger
 

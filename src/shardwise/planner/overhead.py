@@ -73,6 +73,10 @@ CAPTURED = Overhead(gather=0.0, wait=0.0, free=0.0, take=0.0, reduce=0.0, delive
 GRAPH_LAUNCH_SECONDS = 20e-6
 """The launch of a captured step of any size."""
 
+UNIT_GRAPH_SECONDS = 110e-6
+"""CPU seconds of the forward or the backward of a unit that is a CUDA graph, on the reference host: its inputs are
+compared with those that were recorded, its outputs are given to autograd."""
+
 SLOWDOWN = 0.15
 """Relative slowdown of computation during a collective. An assumption: between 0 and 0.3 the median error of published
 rows changes by less than a point (benchmarks/validate_time.py); rows over several nodes suggest more."""

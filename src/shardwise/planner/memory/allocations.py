@@ -10,8 +10,15 @@ from dataclasses import dataclass, field
 
 from shardwise.planner.memory.column_sum import ColumnSum
 from shardwise.planner.memory.replay import MemoryChange, MemoryRow, Recategorize, TakeGrads
+from shardwise.spec import ROOT
 from shardwise.spec.law import Line
 from shardwise.spec.step import Act, StorageEvent, What
+
+UNIT_GRAPHS = "unit graphs"
+"""The stream of the pool in which CUDA graphs of units have their tensors."""
+
+SLOTS = "slots"
+"""The stream of the memory in which units that are CUDA graphs are gathered."""
 
 AllocationEntry = tuple[int, Line | ColumnSum | None, str]
 """(slot, size, stream) of an allocation; (slot, None, "") of a release."""
@@ -22,10 +29,12 @@ class Ledger:
     """The entries of a step without the optimizer's state; `update_at` is the position of the update.
 
     `first_grad_at`: position after the first gradient of a parameter, usually from the first product of backward.
+    `has_unit_graphs`: what units compute lies in a pool of its own.
     """
 
     seq: int | None
     grads_leave_at_once: bool
+    has_unit_graphs: bool = False
     entries: list[AllocationEntry] = field(default_factory=list)
     update_at: int = 0
     first_grad_at: int = 0
@@ -70,7 +79,8 @@ class Ledger:
                 self._buffers[change.after, change.num_bytes, 0].append(held.popleft())
         elif change.const > 0 or change.per_sample > 0:
             sizes = [Line(piece, 0) for piece in change.pieces] or [Line(change.const, change.per_sample)]
-            slots = [self._allocate(size, stream=change.stream) for size in sizes]
+            stream = SLOTS if self.has_unit_graphs and change.category == "gathered" else change.stream
+            slots = [self._allocate(size, stream=stream) for size in sizes]
             self._buffers[change.category, change.const, change.per_sample].append(slots)
         elif change.const or change.per_sample:
             held = self._buffers[change.category, -change.const, -change.per_sample]
@@ -96,7 +106,8 @@ class Ledger:
 
     def _born(self, unit: str, event: StorageEvent) -> None:
         line = event.num_bytes.line(self.seq)
-        slot = self._allocate(ColumnSum(event.columns, line) if event.columns else line)
+        stream = UNIT_GRAPHS if self.has_unit_graphs and unit != ROOT else ""
+        slot = self._allocate(ColumnSum(event.columns, line) if event.columns else line, stream=stream)
         if event.what is What.SCRATCH:
             self._release([slot])
             return

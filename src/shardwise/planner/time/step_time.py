@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shardwise.hardware import Cluster
+from shardwise.hardware.borrowed import host_factor
 from shardwise.plan import Plan
 from shardwise.planner.job import Job
 from shardwise.planner.memory.peak import job_of
-from shardwise.planner.overhead import GRAPH_LAUNCH_SECONDS, HOST_SLOWDOWN, SLOWDOWN
+from shardwise.planner.overhead import GRAPH_LAUNCH_SECONDS, HOST_SLOWDOWN, SLOWDOWN, UNIT_GRAPH_SECONDS
 from shardwise.planner.systems import OWN, System
 from shardwise.planner.time.collective import can_link, rings_of
 from shardwise.planner.time.compute import can_time
@@ -15,7 +16,7 @@ from shardwise.planner.time.instructions import Schedule, schedule_of
 from shardwise.planner.time.pieces import Pieces, timed_pieces
 from shardwise.planner.time.queues import Queues, WorkSeconds
 from shardwise.planner.time.straggler import straggler_share
-from shardwise.spec import ModelSpec
+from shardwise.spec import ROOT, ModelSpec
 from shardwise.vocabulary.span import Span
 
 _FAR_AHEAD = 1e6
@@ -166,9 +167,18 @@ def timed_job(job: Job) -> Job:
 
 
 def _works(prepared: _Prepared, *, batch: int) -> list[WorkSeconds]:
-    pieces = prepared.pieces.works(batch)
-    if prepared.job.plan.captures:
+    pieces, job = prepared.pieces.works(batch), prepared.job
+    if job.plan.captures:
         pieces = [WorkSeconds(0.0, kernel, kernel) for _, kernel, _ in pieces]
+    elif job.plan.capture == "units":
+        units = [unit for (_, unit, _), stream in job.streams if stream.ops]
+        launch = UNIT_GRAPH_SECONDS * host_factor(prepared.cluster.device)
+        pieces = [
+            WorkSeconds(launch, piece.kernel, launch + piece.kernel)
+            if unit != ROOT and job.plan.may_capture(unit)
+            else piece
+            for unit, piece in zip(units, pieces, strict=True)
+        ]
     return [*pieces, *prepared.schedule.works]
 
 

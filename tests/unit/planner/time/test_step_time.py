@@ -155,6 +155,16 @@ def test_recomputation_costs_a_forward() -> None:
     assert again.mfu < plain.mfu
 
 
+def test_graphs_of_units_cost_the_cpu_the_operations_of_the_program_and_a_call_each() -> None:
+    small = plan_of("fsdp", micro_batch=1)
+    plain, units, captured = timed(small), timed(replace(small, capture="units")), timed(replace(small, capture="on"))
+    assert captured.cpu_seconds < units.cpu_seconds < 0.6 * plain.cpu_seconds
+    assert captured.step_seconds <= units.step_seconds < plain.step_seconds
+    # The units that are left out run as without graphs.
+    rest = timed(replace(small, capture="units", uncaptured=("blocks.*",)))
+    assert rest.cpu_seconds == pytest.approx(plain.cpu_seconds, rel=0.02)
+
+
 def test_a_captured_step_costs_the_cpu_next_to_nothing() -> None:
     small = plan_of("ddp", micro_batch=1)
     plain, captured = timed(small), timed(replace(small, capture=True))
