@@ -12,7 +12,7 @@ from shardwise.planner.memory.column_sum import ColumnSum
 from shardwise.planner.memory.replay import MemoryChange, MemoryRow, Recategorize, TakeGrads
 from shardwise.spec import ROOT
 from shardwise.spec.law import Line
-from shardwise.spec.step import Act, StorageEvent, What
+from shardwise.spec.step import IN_UNIT, Act, StorageEvent, What
 
 UNIT_GRAPHS = "unit graphs"
 """The stream of the pool in which CUDA graphs of units have their tensors."""
@@ -39,6 +39,8 @@ class Ledger:
     update_at: int = 0
     first_grad_at: int = 0
     _num_slots: int = 0
+    # Of the model's storages at this point.
+    _stream: str = ""
     # Buffers of the engine by category and size, oldest first.
     _buffers: dict[tuple[str, int, int], deque[list[int]]] = field(default_factory=lambda: defaultdict(deque))
     # Slots of the model's storages by unit and number; storages by law, for releases by another unit.
@@ -53,6 +55,8 @@ class Ledger:
             for change in row.changes:
                 self._change(change)
             if row.peak is not None:
+                is_graph = self.has_unit_graphs and row.unit != ROOT and row.label.startswith(IN_UNIT)
+                self._stream = UNIT_GRAPHS if is_graph else ""
                 for event in row.peak.stream.events:
                     self._event(row.unit, event)
         self._zero_grad()
@@ -106,8 +110,7 @@ class Ledger:
 
     def _born(self, unit: str, event: StorageEvent) -> None:
         line = event.num_bytes.line(self.seq)
-        stream = UNIT_GRAPHS if self.has_unit_graphs and unit != ROOT else ""
-        slot = self._allocate(ColumnSum(event.columns, line) if event.columns else line, stream=stream)
+        slot = self._allocate(ColumnSum(event.columns, line) if event.columns else line, stream=self._stream)
         if event.what is What.SCRATCH:
             self._release([slot])
             return

@@ -17,6 +17,7 @@ from shardwise.planner.time.pieces import Pieces, timed_pieces
 from shardwise.planner.time.queues import Queues, WorkSeconds
 from shardwise.planner.time.straggler import straggler_share
 from shardwise.spec import ROOT, ModelSpec
+from shardwise.spec.step import IN_UNIT
 from shardwise.vocabulary.span import Span
 
 _FAR_AHEAD = 1e6
@@ -171,13 +172,13 @@ def _works(prepared: _Prepared, *, batch: int) -> list[WorkSeconds]:
     if job.plan.captures:
         pieces = [WorkSeconds(0.0, kernel, kernel) for _, kernel, _ in pieces]
     elif job.plan.capture == "units":
-        units = [unit for (_, unit, _), stream in job.streams if stream.ops]
+        keys = [(trigger, unit) for (trigger, unit, _), stream in job.streams if stream.ops]
         launch = UNIT_GRAPH_SECONDS * host_factor(prepared.cluster.device)
         pieces = [
             WorkSeconds(launch, piece.kernel, launch + piece.kernel)
-            if unit != ROOT and job.plan.may_capture(unit)
+            if unit != ROOT and trigger in IN_UNIT and job.plan.may_capture(unit)
             else piece
-            for unit, piece in zip(units, pieces, strict=True)
+            for (trigger, unit), piece in zip(keys, pieces, strict=True)
         ]
     return [*pieces, *prepared.schedule.works]
 
