@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from published_rows import own_model
 
 from shardwise.hardware import cluster_of
+from shardwise.hardware.software import software_of
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.planner.time.step_time import estimate_time
@@ -41,7 +42,7 @@ class Curve:
     def _each(self, text: str, plan: Plan) -> float:
         """Return samples per second per device."""
         cluster = cluster_of(text)
-        cluster = replace(cluster, device=replace(cluster.device, software=self.software))
+        cluster = replace(cluster, device=replace(cluster.device, software=software_of(self.software)))
         found = estimate_time(Source(self.model).spec_for(plan), plan=plan, cluster=cluster)
         assert found is not None
         return found.samples_per_s / cluster.num_ranks

@@ -12,6 +12,9 @@ blocks of steps alternate between them. Writes benchmarks/results/unit_graphs_h2
 A case is a model, and the lengths of its batches in turn. `new shapes` is the wall time of the first 50 steps, in which
 16 lengths come up for the first time, in a new model each.
 
+`--contestants units` runs one alone, whose memory does not mix with that of others. `--predict` prints what the planner
+says of `units` (capture = "units") in the cases of one length, without a GPU.
+
     reserved_bytes   the most that the allocator reserved during warm-up and later, without what others hold
     device_bytes     what the device had in use besides what others hold, with the driver's data of graphs; the first
                      contestant's includes the libraries that all use
@@ -21,7 +24,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import Any
 
@@ -34,7 +37,13 @@ from torch import Tensor, nn
 import shardwise
 from shardwise import Plan
 from shardwise.engine.engine import engine_of, is_prepared
+from shardwise.hardware import cluster_of
+from shardwise.planner.memory.peak import estimate
+from shardwise.planner.time.step_time import estimate_time
+from shardwise.planner.ways import traced_ways
+from shardwise.tasks import Task
 from shardwise.torch_engine.prepare import prepare_on_torch
+from shardwise.trace import trace_task
 
 Batch = dict[str, Tensor]
 # Rounds of all lengths: six ordinary passes of each, an observed one and a recorded one come first.
@@ -65,13 +74,13 @@ CASES = {
 }
 
 
-def make(name: str) -> nn.Module:
-    """Build a model in fp32 on the GPU, with random weights."""
+def make(name: str, *, device: str = "cuda") -> nn.Module:
+    """Build a model in fp32, with random weights."""
     import transformers
 
     torch.manual_seed(0)
     if name in MODELS:
-        return make_model(name, device="cuda")
+        return make_model(name, device=device)
     config: Any
     if name == "smollm2-360m":
         config = transformers.LlamaConfig(
@@ -92,7 +101,7 @@ def make(name: str) -> nn.Module:
             pos_att_type=["p2c", "c2p"], max_relative_positions=-1, position_biased_input=False, type_vocab_size=0,
         )  # fmt: skip
         kind = transformers.DebertaV2ForSequenceClassification
-    with torch.device("cuda"):
+    with torch.device(device):
         model: nn.Module = kind(config)
     return model.float().train()
 
@@ -201,16 +210,45 @@ def measure_new_shapes(case: Case, *, blocks: int) -> dict[str, Any]:
     }
 
 
+def predict(name: str, case: Case) -> None:
+    """Print the planner's time and memory of a loop whose units are CUDA graphs."""
+
+    def make_batch(size: int) -> Batch:
+        ids = torch.randint(5, 30000, (size, case.lengths[0]), device="meta")
+        return {"input_ids": ids, "labels": ids}
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        found: Tensor = model(**batch).loss
+        return found
+
+    task = Task(model=make(case.model, device="meta"), loss=loss, make_batch=make_batch)
+    plan = Plan(strategy="fsdp", precision="bf16", micro_batch=case.samples, capture="units")
+    ways = traced_ways(trace_task(task, name=name, ways=[]), plan=plan)
+    spec = trace_task(task, name=name, ways=[(plan.precision, way) for way in ways])
+    memory = estimate(spec, plan=plan, num_ranks=1, batch=case.samples)
+    time = estimate_time(spec, plan=plan, cluster=cluster_of("1xh200"), optimizer="adamw-fused")
+    assert time is not None
+    measuring.show(name, {"step_seconds": time.step_seconds, "reserved_bytes": memory.reserved_bytes})
+
+
 def main() -> None:
     out = measuring.RESULTS / "unit_graphs_h200.json"
-    asked = measuring.options(__doc__, cases=list(CASES), blocks=5, out=out, here="")
+    asked = measuring.options(__doc__, cases=list(CASES), contestants=[], blocks=5, predict=False, out=out, here="")
+    if asked.predict:
+        for name in asked.cases:
+            if "whole" in CASES[name].contestants:
+                predict(name, CASES[name])
+        return
     if asked.here:
         case = CASES[asked.here]
+        alone = f", {' and '.join(asked.contestants)} alone" if asked.contestants else ""
+        case = replace(case, contestants=tuple(asked.contestants) or case.contestants)
         with measuring.job("cuda"):
             found = (measure_new_shapes if asked.here == "new shapes" else measure)(case, blocks=asked.blocks)
-        workers.tell({"case": asked.here, **found})
+        workers.tell({"case": asked.here + alone, **found})
         return
-    for name, rows in workers.in_processes(__file__, asked.cases, "--blocks", str(asked.blocks), limit_seconds=150):
+    options = ["--blocks", str(asked.blocks), *(["--contestants", *asked.contestants] if asked.contestants else [])]
+    for name, rows in workers.in_processes(__file__, asked.cases, *options, limit_seconds=150):
         for row in rows:
             print(name, {key: value for key, value in row.items() if key != "block_seconds"}, flush=True)
         measuring.replace_rows(asked.out, rows, key=lambda row: row["case"])

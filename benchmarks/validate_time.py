@@ -21,7 +21,9 @@ from published import MEASURED, measured, read
 from published_rows import Row
 
 from shardwise.hardware import Cluster, cluster_of
+from shardwise.hardware.software import software_of
 from shardwise.planner.search.candidates import Candidate, cost
+from shardwise.planner.systems import system_of
 from shardwise.planner.time.step_time import block_seconds
 from shardwise.spec import ROOT, ModelSpec, TensorSpec
 
@@ -89,7 +91,7 @@ def _longer(param: TensorSpec, before: int | None, after: int) -> TensorSpec:
 def cluster_for(row: Row) -> Cluster:
     """Return the row's cluster, with its software."""
     cluster = cluster_of(row.cluster)
-    device = replace(cluster.device, software=row.software, matmul_precision=row.matmul)
+    device = replace(cluster.device, software=software_of(row.software), matmul_precision=row.matmul)
     return replace(cluster, device=device)
 
 
@@ -100,7 +102,7 @@ def check(rows: Sequence[Row]) -> list[Checked]:
         key = (row.model, row.cluster, repr(row.plan), row.seq, row.length, row.software, row.matmul)
         how = {"plan": row.plan, "cluster": cluster_for(row), "optimizer": row.optimizer}
         if key not in seen:
-            seen[key] = cost(spec_of(row), **how, foreign=row.foreign)
+            seen[key] = cost(spec_of(row), **how, system=system_of(row.foreign))
         block = None if row.block_steps is None else block_seconds(spec_of(row), **how, num_steps=row.block_steps)
         found.append(Checked(row=row, candidate=seen[key], step_seconds=block))
     return found

@@ -21,6 +21,7 @@ from shardwise.planner.memory.peak import computes_in
 from shardwise.planner.ways import traced_ways
 from shardwise.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
 from shardwise.spec.kept import keep_spec, kept_spec, spec_key
+from shardwise.spec.losses import LEAN, USUAL, with_usual_loss
 from shardwise.spec.shipped import ready_spec
 from shardwise.spec.step import COMPILED
 
@@ -41,6 +42,7 @@ class Source:
     """One model, by its reference or as a task, whose spec grows by the traces that plans need.
 
     kernels   those of a cuda or cpu device
+    loss      of a catalogue model that reads tokens: lean, which `shardwise train` uses, or usual (spec/losses.py)
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Source:
         seq: int | None = None,
         image: int | None = None,
         kernels: str = "cuda",
+        loss: str = LEAN,
         while_tracing: Callable[[str], AbstractContextManager[object]] = lambda name: nullcontext(),
     ) -> None:
         self.reference = model if isinstance(model, str) else type(model.model).__name__
@@ -63,6 +66,9 @@ class Source:
         # Traces that this spec does not have: compiled units, which then count as uncompiled.
         self._left_out: set[Way] = set()
         self._spec = self._first_spec()
+        self.has_usual_loss = loss == USUAL and self._has_lean_loss()
+        # The spec, and the same with the usual loss.
+        self._usual: tuple[ModelSpec, ModelSpec] | None = None
 
     def spec_for(self, plan: Plan) -> ModelSpec:
         """Return the spec, with the traces that `plan` needs."""
@@ -73,7 +79,16 @@ class Source:
         missing = [(way, how) for how in hows if self._spec.trace(computes_in=way, recompute=how) is None]
         if set(missing) - self._left_out:
             self._spec = self._with(missing)
-        return self._spec
+        if not self.has_usual_loss:
+            return self._spec
+        if self._usual is None or self._usual[0] is not self._spec:
+            self._usual = self._spec, with_usual_loss(self._spec)
+        return self._usual[1]
+
+    def _has_lean_loss(self) -> bool:
+        if self._is_given or ":" in self.reference:
+            return False
+        return isinstance(shape_of(self.reference), GPTShape | LlamaShape)
 
     def release(self) -> None:
         """Drop the model that was made to trace it, and keep its spec; another trace makes the model again."""

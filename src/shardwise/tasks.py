@@ -1,13 +1,15 @@
 """A task: a model with its loss, its batches and, for training, its data. Every command takes one.
 
 gpt2-124m                   a name of the catalogue (`shardwise models`)
-python:FILE.py:function     your own: the function returns a Task
+python:FILE.py:function     your own: the function returns a Task; its arguments `seq` and `image`, if it has them, are
+                            those of the command line
 """
 
 import runpy
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -70,14 +72,15 @@ def load_task(
 ) -> Task:
     """Return the task of a catalogue model, or of your own function.
 
-    `dataset` is a spelling of data/source.py; without one the task has no data. `seq` and `image`
-    change the catalogue model's sequence length and image size. With `device="meta"` no weights are allocated.
+    `dataset` is a spelling of data/source.py; without one the task has no data. `seq` and `image` change the catalogue
+    model's sequence length and image size, or are arguments of your function. With `device="meta"` no weights are
+    allocated.
     """
     if reference.startswith("python:"):
-        for name, value in (("dataset", dataset), ("seq", seq), ("image", image)):
-            if value is not None:
-                raise InvalidModel(f"{reference}: --{name} is for catalogue models; this function sets its own")
-        return _own_task(reference)
+        if dataset is not None:
+            raise InvalidModel(f"{reference}: --dataset is for catalogue models; this function sets its own")
+        given = {"seq": seq, "image": image}
+        return _own_task(reference, sizes={name: value for name, value in given.items() if value is not None})
     shape = shape_of(reference)
     for option, value in (("seq", seq), ("image", image)):
         if value is not None and value < 1:
@@ -168,7 +171,7 @@ def classification_sums(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Sums:
     }
 
 
-def _own_task(reference: str) -> Task:
+def _own_task(reference: str, *, sizes: Mapping[str, int]) -> Task:
     file, colon, function = reference.removeprefix("python:").rpartition(":")
     if not colon or not file or not function:
         raise InvalidModel(f"{reference}: must be python:FILE.py:function")
@@ -178,7 +181,9 @@ def _own_task(reference: str) -> Task:
         make = runpy.run_path(file, run_name=Path(file).stem).get(function)
         if not callable(make):
             raise InvalidModel(f"{reference}: {file} has no function {function}")
-        task = make()
+        for name in sizes.keys() - signature(make).parameters.keys():
+            raise InvalidModel(f"{reference}: --{name} needs a function that takes it: def {function}({name}=…)")
+        task = make(**sizes)
     except ShardwiseError:
         raise
     except Exception as error:  # whatever the user's own file raises

@@ -45,8 +45,9 @@ SHAPES: dict[str, tuple[Shape, int]] = {
         64,
     ),
 }
-SHAPES["gpt mixed"] = SHAPES["gpt"]
-"""As an adapter trains: in each block a few small parameters, beside large ones that are frozen; at the root none."""
+SHAPES["gpt mixed"] = SHAPES["gpt adapted"] = SHAPES["gpt"]
+"""As an adapter trains: in each block a few small parameters, beside large ones that are frozen; at the root none.
+`adapted`: the frozen ones are in bf16."""
 _ADAPTED = ("norm1", "attention.out")
 
 
@@ -55,9 +56,11 @@ def task_of(name: str, *, device: str) -> Task:
     if not isinstance(shape, GPTShape | LlamaShape):
         return image_task(shape, device=device)
     task = token_task(shape, device=device)
-    if name.endswith(" mixed"):
+    if name.endswith((" mixed", " adapted")):
         for path, parameter in task.model.named_parameters():
             parameter.requires_grad_(any(part in path for part in _ADAPTED))
+            if name.endswith(" adapted") and not parameter.requires_grad:
+                parameter.data = parameter.data.bfloat16()
     return task
 
 
@@ -151,6 +154,13 @@ def rehearsed(rank: int, name: str, plans: list[Plan], num_ranks: int) -> list[t
 def test_and_of_torchs_own_engines(num_ranks: int) -> None:
     plans = [Plan(strategy=strategy, engine="torch") for strategy in ("ddp", "shard_grad_op", "fsdp")]
     compare("llama", plans, run_ranks(rehearsed, num_ranks=1, args=("llama", plans, num_ranks))[0], num_ranks=num_ranks)
+
+
+def test_and_of_a_base_that_is_frozen_in_bf16() -> None:
+    """It stays in bf16 on torch's engine too; only what is trained has a master in fp32."""
+    plans = [Plan(strategy=strategy, engine="torch", precision="bf16") for strategy in ("shard_grad_op", "fsdp")]
+    results = run_ranks(rehearsed, num_ranks=1, args=("gpt adapted", plans, 2))[0]
+    compare("gpt adapted", plans, results, num_ranks=2)
 
 
 @pytest.mark.parametrize("num_ranks", [4, *whole(1)])

@@ -74,7 +74,7 @@ def test_seq_and_image_size_can_be_chosen() -> None:
         ({"reference": "gpt-tiny", "image": 8}, "gpt-tiny reads tokens"),
         ({"reference": "vit-tiny", "seq": 8}, "vit-tiny reads images"),
         ({"reference": "gpt-tiny", "seq": 0}, "--seq 0: must be at least 1"),
-        ({"reference": "python:x.py:f", "seq": 8}, "is for catalogue models"),
+        ({"reference": "python:x.py:f", "dataset": "stdlib"}, "is for catalogue models"),
         ({"reference": "python:x.py"}, "must be python:FILE.py:function"),
         ({"reference": "python:none.py:f"}, "there is no file none.py"),
     ],
@@ -125,3 +125,23 @@ def test_what_is_no_task_is_refused_where_it_is_made(change: dict[str, object], 
     }
     with pytest.raises(InvalidModel, match=message):
         Task(**(arguments | change))  # type: ignore[arg-type]
+
+
+def test_a_function_may_take_the_length_of_samples(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "from shardwise.tasks import Task\n"
+        "def task(seq=4):\n"
+        "    return Task(model=nn.Linear(2, 1), loss=lambda model, batch: model(batch).sum(),\n"
+        "                make_batch=lambda size: torch.ones(size, seq, 2))\n"
+        "def fixed():\n"
+        "    return task()\n"
+    )
+    assert load_task(f"python:{file}:task").make_batch(1).shape == (1, 4, 2)
+    assert load_task(f"python:{file}:task", seq=8).make_batch(1).shape == (1, 8, 2)
+    with pytest.raises(InvalidModel, match=r"--seq needs a function that takes it: def fixed\(seq=…\)"):
+        load_task(f"python:{file}:fixed", seq=8)
+    with pytest.raises(InvalidModel, match="--image needs a function that takes it"):
+        load_task(f"python:{file}:task", image=8)

@@ -8,17 +8,20 @@ from typer import Argument, Exit, Option
 
 from shardwise.cli.plan_options import (
     OPTIMIZERS,
+    SoftwareOptions,
     check_names,
     hybrid_mesh,
     parse_count,
     parse_mesh,
     parse_recompute,
     planned_cluster,
+    source_of,
+    system_settings,
 )
-from shardwise.cli.shared_options import AsJson, Engine, ImageSize, SampleLength
-from shardwise.cli.terminal import status_line
+from shardwise.cli.shared_options import AsJson, ImageSize, SampleLength
 from shardwise.errors import InvalidPlan
 from shardwise.plan.placement import STRATEGIES
+from shardwise.planner.systems import SYSTEMS
 from shardwise.vocabulary.quantities import SIZE_EXAMPLE, byte_count
 
 
@@ -27,28 +30,44 @@ def plan(
         str | None, Argument(help="A catalogue name, hf:DIR, timm:NAME, params:60b or python:FILE.py:function.")
     ] = None,
     cluster: Annotated[str | None, Option(help="8xh100-80gb, 16x8xa100-40gb@ib-8x200, or a TOML file.")] = None,
-    strategy: Annotated[str, Option(help=f"{', '.join(STRATEGIES)}, all, or auto (chosen for each unit).")] = "all",
+    strategy: Annotated[
+        str | None, Option(help=f"{', '.join(STRATEGIES)}, all (default), or auto (chosen for each unit).")
+    ] = None,
     micro_batch: Annotated[int | None, Option(help="Samples per rank per pass (default: the most that fit).")] = None,
     seq: SampleLength = None,
     image: ImageSize = None,
-    precision: Annotated[str, Option(help="fp32, bf16 or fp16.")] = "bf16",
+    precision: Annotated[str, Option(help="fp32, bf16, fp16, or native (the dtypes of the model).")] = "bf16",
     recompute: Annotated[str, Option(help="none, full, selective; for some units: full,blocks.[0-8]=none.")] = "none",
     global_batch: Annotated[
         int | None, Option(min=1, help="Samples per step over all ranks; sets --accumulate or --micro-batch.")
     ] = None,
     accumulate: Annotated[int, Option(min=1, help="Passes per optimizer step.")] = 1,
+    accumulate_reduced: Annotated[
+        bool | None,
+        Option(
+            "--accumulate-reduced",
+            help="Every pass reduces its gradients, as FSDP without no_sync (default: only if it fits no other way).",
+        ),
+    ] = None,
     mesh: Annotated[str | None, Option(help="REPLICATExSHARD, such as 8x8 (default: the best of a few).")] = None,
-    reduce_dtype: Annotated[str, Option(help="What gradients are summed in: fp32, bf16 or fp16.")] = "fp32",
+    reduce_dtype: Annotated[
+        str | None, Option(help="What gradients are summed in: fp32 (default), bf16 or fp16.")
+    ] = None,
     budget: Annotated[
         str | None, Option(help=f"Memory to use per device, such as {SIZE_EXAMPLE} (default: all).")
     ] = None,
     optimizer: Annotated[str, Option(help=f"{', '.join(OPTIMIZERS)}.")] = "adamw",
     goal: Annotated[str, Option(help="What to prefer: throughput, or a small memory peak (memory).")] = "throughput",
-    engine: Engine = "shardwise",
+    engine: Annotated[str | None, Option(help="shardwise (default), or torch's own DDP and fully_shard.")] = None,
     devices: Annotated[Path | None, Option(help="A device table that `shardwise calibrate` wrote.")] = None,
     software: Annotated[
-        str | None, Option(help="Age of the kernels: 2023, 2024 or current (default: current).")
+        str | None, Option(help="Preset of the kernels: 2023, 2024 or current (default); the line below names them.")
     ] = None,
+    attention: Annotated[
+        str | None, Option(help="Attention: cudnn (default), flash-3, flash-2, flash-1, memory-efficient or math.")
+    ] = None,
+    matmul: Annotated[str | None, Option(help="Library of matrix products: cuda-13 (default) or cuda-12.")] = None,
+    norms: Annotated[str | None, Option(help="RMS norms: fused (default), or operations.")] = None,
     matmul_precision: Annotated[
         str | None, Option(help="As torch.set_float32_matmul_precision: highest, or high for TF32.")
     ] = None,
@@ -56,9 +75,23 @@ def plan(
         str, Option("--compile", help="none, inductor, aot_eager, or auto (chosen with --strategy auto).")
     ] = "none",
     capture: Annotated[
-        str, Option(help="Run steps as CUDA graphs: on, off, or auto (off, with a note if they are faster).")
+        str, Option(help="CUDA graphs of whole steps (on), of units (units), none (off), or auto (off, with a note).")
     ] = "auto",
-    like: Annotated[str, Option(help="Predict times for another engine: deepspeed.")] = "",
+    like: Annotated[
+        str,
+        Option(
+            help=f"Predict another system as it is by default: {', '.join(SYSTEMS)}. Sets engine, strategy, reduction, "
+            "overlap and loss; options that you give win."
+        ),
+    ] = "",
+    overlap: Annotated[
+        str | None,
+        Option(help="Communication during compute: all (default), gradients (not updated parameters), or none."),
+    ] = None,
+    loss: Annotated[
+        str | None,
+        Option(help="Loss of a catalogue model: lean, or usual (fp32 logits; default with --engine torch and --like)."),
+    ] = None,
     here: Annotated[
         bool,
         Option(
@@ -96,30 +129,36 @@ def plan(
     from shardwise.cli.plan_answer import PlanQuestion, answer
     from shardwise.cli.plan_output import as_data, show
     from shardwise.plan import Plan
-    from shardwise.sources import Source
 
-    where = planned_cluster(cluster, devices=devices, software=software, matmul_precision=matmul_precision, here=here)
+    kernels = SoftwareOptions(preset=software, attention=attention, matmul=matmul, norms=norms)
+    where = planned_cluster(cluster, devices=devices, software=kernels, matmul_precision=matmul_precision, here=here)
     way, ways = parse_recompute(recompute)
+    chosen = system_settings(
+        like, engine=engine, strategy=strategy, precision=precision, reduce_dtype=reduce_dtype,
+        accumulate_reduced=accumulate_reduced, overlap=overlap, loss=loss,
+    )  # fmt: skip
     asked = Plan(
         micro_batch=micro_batch,
         accumulate=accumulate,
-        mesh=parse_mesh(mesh) or hybrid_mesh(strategy, cluster=where),
+        accumulate_reduced=chosen.accumulate_reduced,
+        mesh=parse_mesh(mesh) or hybrid_mesh(chosen.strategy, cluster=where),
         precision=precision,
-        reduce_dtype=reduce_dtype,
+        reduce_dtype=chosen.reduce_dtype,
         recompute=way,
         recompute_overrides=ways,
-        engine=engine,
+        engine=chosen.engine,
         compile=compile_with,
         capture=capture,
     )
     question = PlanQuestion(
-        source=Source(model, seq=seq, image=image, while_tracing=lambda name: status_line(f"Tracing {name} …")),
+        source=source_of(model, seq=seq, image=image, loss=loss, chosen=chosen),
         plan=asked,
-        strategy=strategy,
+        strategy=chosen.strategy,
         cluster=where,
         optimizer=optimizer,
         goal=goal,
-        foreign=like.lower(),
+        system=chosen.system,
+        like=chosen.text,
         budget_bytes=None if budget is None else byte_count(budget, key="--budget"),
         global_batch=global_batch,
         num_tokens=parse_count(tokens, option="--tokens"),

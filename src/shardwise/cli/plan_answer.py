@@ -11,12 +11,14 @@ from shardwise.plan.limits import LIMITS
 from shardwise.plan.placement import AUTO
 from shardwise.planner.memory.states import needs_whole_matrices
 from shardwise.planner.search.auto import AutoRequest, NoPlanFits, solve_plan, with_budget
-from shardwise.planner.search.candidates import Candidate, candidates, cost, way_out
+from shardwise.planner.search.candidates import Candidate, candidates, cost
 from shardwise.planner.search.chosen_text import chosen_text
 from shardwise.planner.search.frontier import FrontierPoint, frontier
 from shardwise.planner.search.recommend import Reason, Recommendation, recommend
 from shardwise.planner.search.scale import Scaled, scaling
 from shardwise.planner.search.training_cost import TrainingCost, training_cost
+from shardwise.planner.search.way_out import way_out
+from shardwise.planner.systems import OWN, System
 from shardwise.planner.time.step_time import timeline
 from shardwise.report.text.verdict import no_fit, reasons
 from shardwise.sources import Source
@@ -29,13 +31,15 @@ _CLEARLY_FASTER = 0.95
 class PlanQuestion(AutoRequest):
     """The options of the command: the solver's request, and what else is to be shown.
 
+    system        the system that is predicted, if it is another one; `like`: what it has set, as a sentence
     strategy      a strategy, all of them, or auto: all of them and the solver's plan
     num_tokens, price_per_gpu_hour    of a complete training run, whose cost is then shown
     """
 
     source: Source
     strategy: str
-    foreign: str = ""
+    system: System = OWN
+    like: str = ""
     num_tokens: float | None = None
     price_per_gpu_hour: float | None = None
     scales: bool = False
@@ -51,6 +55,7 @@ class PlanAnswer:
     fits            whether any of them fits
     captured        the recommended plan in CUDA graphs, as `shardwise train` runs it by default; None unless that is
                     clearly faster
+    captured_units  the same with units as CUDA graphs, as an ordinary loop runs it by default
     compiled        the solver's plan with compiled units; None unless they were left out and are clearly faster
     """
 
@@ -60,6 +65,7 @@ class PlanAnswer:
     why: str
     fits: bool
     captured: Candidate | None
+    captured_units: Candidate | None
     compiled: Candidate | None
     scaling: list[Scaled] | None
     frontier: list[FrontierPoint] | None
@@ -83,7 +89,7 @@ def answer(question: PlanQuestion) -> PlanAnswer:
         cluster=cluster,
         optimizer=optimizer,
         goal=question.goal,
-        foreign=question.foreign,
+        system=question.system,
         global_batch=question.global_batch,
     )
     if AUTO in strategy_names(question.strategy, mesh=question.plan.mesh):
@@ -100,7 +106,8 @@ def answer(question: PlanQuestion) -> PlanAnswer:
         recommendation=chosen,
         why=why,
         fits=chosen.reason is not Reason.NOTHING_FITS,
-        captured=_captured(question, chosen.best),
+        captured=_captured(question, chosen.best, capture="on"),
+        captured_units=_captured(question, chosen.best, capture="units"),
         compiled=_compiled(question, chosen.best),
         scaling=_scaling(question, found=found, cluster=cluster),
         frontier=frontier(spec_for, request=question) if question.has_frontier else None,
@@ -122,20 +129,25 @@ def _with_auto(question: PlanQuestion, found: list[Candidate]) -> tuple[list[Can
     return [*found, best], Recommendation(index=len(found), reason=reason, best=best), why
 
 
-def _captured(question: PlanQuestion, best: Candidate | None) -> Candidate | None:
-    """Return the recommended plan with captured steps, if that is clearly faster.
+def _captured(question: PlanQuestion, best: Candidate | None, *, capture: str) -> Candidate | None:
+    """Return the recommended plan with captured steps or units, if that is clearly faster.
 
     Under `capture = auto` only the run decides whether a step is captured, so the table shows ordinary steps.
     """
     if best is None or best.time is None or best.cluster.device.name == "cpu":
         return None
     plan = best.plan
-    if not LIMITS[plan.engine].has("capture") or question.foreign or plan.capture != "auto" or plan.why_not_captured():
+    if (
+        not LIMITS[plan.engine].has("capture")
+        or question.system.name
+        or plan.capture != "auto"
+        or plan.why_not_captured()
+    ):
         return None
     if needs_whole_matrices(question.optimizer):
         # Steps of such optimizers are not captured.
         return None
-    return _clearly_faster(question, replace(plan, capture="on"), than=best)
+    return _clearly_faster(question, replace(plan, capture=capture), than=best)
 
 
 def _compiled(question: PlanQuestion, best: Candidate | None) -> Candidate | None:

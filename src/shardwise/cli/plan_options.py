@@ -1,18 +1,23 @@
 """Parses the options of `shardwise plan`: counts, meshes, recompute, clusters."""
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwise.cli.terminal import status_line
 from shardwise.errors import InvalidPlan, UnknownName
 from shardwise.plan.mesh import Mesh
+from shardwise.planner.systems import System, system_of
+from shardwise.spec.losses import LEAN, LOSSES, USUAL
 
 if TYPE_CHECKING:
     from shardwise.hardware import Cluster
+    from shardwise.hardware.software import Software
+    from shardwise.sources import Source
 
 GOALS = ("throughput", "memory")
-OPTIMIZERS = ("adamw", "adam", "sgd", "muon")
+OPTIMIZERS = ("adamw", "adamw-foreach", "adamw-loop", "adam", "sgd", "muon")
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
@@ -64,7 +69,7 @@ def parse_recompute(text: str) -> tuple[str, dict[str, str]]:
 
 
 def planned_cluster(
-    text: str, *, devices: Path | None, software: str | None, matmul_precision: str | None, here: bool
+    text: str, *, devices: Path | None, software: "SoftwareOptions", matmul_precision: str | None, here: bool
 ) -> "Cluster":
     from shardwise.hardware import cluster_of
     from shardwise.hardware.cluster_file import read_cluster_file
@@ -76,8 +81,90 @@ def planned_cluster(
         cluster = replace(cluster, device=measured.device, link=measured.link or cluster.link)
     device = replace(
         cluster.device,
-        software=software or cluster.device.software,
+        software=software.on(cluster.device.software),
         matmul_precision=matmul_precision or cluster.device.matmul_precision,
     )
     cluster = replace(cluster, device=device)
     return probed_cluster(cluster) if here else cluster
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoftwareOptions:
+    """The options that say which kernels run; None where one is not given."""
+
+    preset: str | None
+    attention: str | None
+    matmul: str | None
+    norms: str | None
+
+    def on(self, base: "Software") -> "Software":
+        from shardwise.hardware.software import chosen_software
+
+        return chosen_software(base, preset=self.preset, attention=self.attention, matmul=self.matmul, norms=self.norms)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SystemSettings:
+    """The options that `--like` sets, each as it was given or as the system has it; `text` names them."""
+
+    system: System
+    engine: str
+    strategy: str
+    reduce_dtype: str
+    accumulate_reduced: bool
+    loss: str
+
+    @property
+    def text(self) -> str:
+        if not self.system.name:
+            return ""
+        passes = "in every pass" if self.accumulate_reduced else "once per step"
+        return (
+            f"Like {self.system.name} ({self.system.title}): --engine {self.engine} --strategy {self.strategy} "
+            f"--overlap {self.system.overlap} --loss {self.loss} --reduce-dtype {self.reduce_dtype}, gradients reduced "
+            f"{passes}. Source: {self.system.source}."
+        )
+
+
+def system_settings(
+    like: str,
+    *,
+    engine: str | None,
+    strategy: str | None,
+    precision: str,
+    reduce_dtype: str | None,
+    accumulate_reduced: bool | None,
+    overlap: str | None,
+    loss: str | None,
+) -> SystemSettings:
+    """Return the settings of `--like`, or the defaults; what is given wins."""
+    system = system_of(like.strip().lower())
+    system = replace(system, overlap=overlap or system.overlap)
+    engine = engine or system.engine
+    as_computed = system.reduces_as_computed and precision in ("bf16", "fp16")
+    if loss is not None and loss not in LOSSES:
+        raise UnknownName.of("loss", loss, known=LOSSES)
+    return SystemSettings(
+        system=system,
+        engine=engine,
+        strategy=strategy or ",".join(system.strategies) or "all",
+        reduce_dtype=reduce_dtype or (precision if as_computed else "fp32"),
+        accumulate_reduced=system.accumulate_reduced if accumulate_reduced is None else accumulate_reduced,
+        loss=loss or (USUAL if system.name or engine == "torch" else LEAN),
+    )
+
+
+def source_of(model: str, *, seq: int | None, image: int | None, loss: str | None, chosen: SystemSettings) -> "Source":
+    """Return the model with the chosen loss; `loss`: as it was given, which only models of the catalogue have."""
+    from shardwise.sources import Source
+
+    source = Source(
+        model,
+        seq=seq,
+        image=image,
+        loss=chosen.loss,
+        while_tracing=lambda name: status_line(f"Tracing {name} …"),
+    )
+    if loss == USUAL and not source.has_usual_loss:
+        raise InvalidPlan(f"--loss {loss}: {model} has a loss of its own; this is for catalogue models of tokens")
+    return source

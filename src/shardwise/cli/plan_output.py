@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardwise.cli.plan_answer import PlanAnswer
+from shardwise.hardware.software import CURRENT
 from shardwise.planner.memory.states import needs_whole_matrices
 from shardwise.planner.time.step_time import why_not_timed
 from shardwise.report.text.budgets import frontier_data, frontier_table, training_data, training_table
@@ -18,16 +19,17 @@ from shardwise.vocabulary.quantities import GIB, fixed_text, step_seconds_text
 
 
 def as_data(shown: PlanAnswer) -> dict[str, Any]:
-    captured, compiled = (None if one is None else candidate_data(one) for one in (shown.captured, shown.compiled))
+    others = {"captured": shown.captured, "captured_units": shown.captured_units, "compiled": shown.compiled}
     data = {
         "model": shown.question.source.reference,
         "cluster": str(shown.found[0].cluster),
         "recommended": shown.recommendation.index,
         "why": shown.why,
+        "software": str(shown.found[0].cluster.device.software),
+        "like": shown.question.like or None,
         "host": "probed" if shown.found[0].cluster.device.host is not None else "assumed",
         "candidates": [candidate_data(candidate) for candidate in shown.found],
-        "captured": captured,
-        "compiled": compiled,
+        **{name: None if one is None else candidate_data(one) for name, one in others.items()},
     }
     if shown.training is not None:
         data["training"] = [training_data(row) for row in shown.training]
@@ -64,17 +66,24 @@ def _heading(shown: PlanAnswer) -> str:
     capacity, plan = first.capacity_bytes, first.plan
     seq = f", {first.seq} tokens per sample" if first.seq else ""
     room = f" ({fixed_text(capacity, unit=GIB)} each)" if capacity else ""
+    loss = ", usual loss" if shown.question.source.has_usual_loss else ""
     return (
         f"{shown.question.source.reference} on {first.cluster}{room}: {plan.precision}, recompute "
-        f"{plan.recompute}{seq}, engine {plan.engine}"
+        f"{plan.recompute}{seq}, engine {plan.engine}{loss}"
     )
 
 
 def _remarks(shown: PlanAnswer) -> Iterator[str]:
     first = shown.found[0]
+    if shown.question.like:
+        yield shown.question.like
     if not first.memory.activations_known:
         yield "States only: activations are unknown and not included."
     yield verdict(shown.recommendation, why=shown.why)
+    reduced = [one.name for one in shown.found if one.plan.accumulate_reduced]
+    if reduced and not shown.question.plan.accumulate_reduced:
+        names = ", ".join(dict.fromkeys(reduced))
+        yield f"Gradients kept unsharded between passes do not fit: {names} reduce them in every pass."
     hardly_cut = why_hardly_cut(shown.question.source.spec_for(first.plan), units=first.plan.units)
     if hardly_cut:
         yield f"Note: {hardly_cut}."
@@ -85,10 +94,19 @@ def _remarks(shown: PlanAnswer) -> Iterator[str]:
     yield f"Predicted, not measured; {fits}{f'time is not predicted: {unknown}' if unknown else time}."
     if unknown is None and needs_whole_matrices(shown.question.optimizer):
         yield "The time of Muon's update is computed from its matrix products; it was not compared with measurements."
+    software = first.cluster.device.software
+    if unknown is None and software != CURRENT and first.cluster.device.calibration is None:
+        yield f"Kernels: {software}."
     if shown.captured is not None and shown.captured.time is not None:
         yield (
             f"In CUDA graphs, as `shardwise train` runs a step where it can, {shown.captured.name} takes "
             f"{step_seconds_text(shown.captured.time.step_seconds)} s per step; --capture on plans for that."
+        )
+    if shown.captured_units is not None and shown.captured_units.time is not None:
+        yield (
+            "In a loop of your own, whose units are CUDA graphs, it takes "
+            f"{step_seconds_text(shown.captured_units.time.step_seconds)} s and "
+            f"{fixed_text(shown.captured_units.memory.reserved_bytes, unit=GIB)}; --capture units plans for that."
         )
     if shown.compiled is not None and shown.compiled.time is not None:
         yield (

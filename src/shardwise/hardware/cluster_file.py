@@ -4,7 +4,7 @@ num_nodes = 2                  # default: 1
 devices_per_node = 4
 device = "h100-80gb"           # or a table, see below
 fabric = "ib-4x200"            # or a table; default: the device's usual one
-software = "2023"              # the generation of kernels (software.toml); default: current
+software = "2023"              # a preset, or { attention = "flash-2", … } (software.toml); default: current
 matmul_precision = "high"      # the argument of torch.set_float32_matmul_precision; default: highest
 
 [device]                       # every number with its source and kind, as in devices.toml
@@ -27,6 +27,7 @@ from shardwise.files.toml_file import read_toml
 from shardwise.hardware.cluster import Cluster, fabric_of, make_cluster, parse_cluster
 from shardwise.hardware.device import Device, device_of, read_device
 from shardwise.hardware.link import Fabric, link_of, read_link
+from shardwise.hardware.software import software_of
 from shardwise.hardware.sourced import NAME
 
 _RUNS_WITH = ("software", "matmul_precision")
@@ -49,7 +50,10 @@ def _cluster(data: dict[str, Any]) -> Cluster:
     with refusing(InvalidCluster):
         check_names(data, "cluster", known=_FORMS)
         given = record_of(_FORMS, needs={"devices_per_node": "", "device": ""})(data, "")
-    device = replace(given.pop("device"), **{key: given.pop(key) for key in _RUNS_WITH if key in given})
+    runs_with = {key: given.pop(key) for key in _RUNS_WITH if key in given}
+    if "software" in runs_with:
+        runs_with["software"] = software_of(runs_with["software"])
+    device = replace(given.pop("device"), **runs_with)
     return make_cluster(device, **{"num_nodes": 1, "fabric": None, **given})
 
 

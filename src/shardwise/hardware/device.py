@@ -10,7 +10,7 @@ from shardwise.files.form import each, refusing, string
 from shardwise.files.keys import forms_of, key, values_of
 from shardwise.hardware.calibration import CALIBRATION, Calibration
 from shardwise.hardware.host_speed import HostSpeed
-from shardwise.hardware.software import CURRENT, check_matmul_precision, software_of
+from shardwise.hardware.software import CURRENT, Software, check_matmul_precision
 from shardwise.hardware.sourced import SOURCED_COUNT, SOURCED_NAME, SOURCED_NUMBER, Sourced, shipped_table
 
 
@@ -18,13 +18,13 @@ from shardwise.hardware.sourced import SOURCED_COUNT, SOURCED_NAME, SOURCED_NUMB
 class Device:
     """A kind of device; None where no source is known.
 
-    software           the generation of software that runs on it
+    software           the kernels that run on it
     matmul_precision   the argument of torch.set_float32_matmul_precision
     host               the speed of the CPU that issues its work; None: as fast as where the device was calibrated
     """
 
     name: str
-    software: str = CURRENT
+    software: Software = CURRENT
     matmul_precision: str = "highest"
     host: HostSpeed | None = None
     title: str = key("", "its name in full", form=string)
@@ -56,7 +56,6 @@ class Device:
     calibration: Calibration | None = key(None, "measurements of `shardwise calibrate`", form=CALIBRATION)
 
     def __post_init__(self) -> None:
-        software_of(self.software)
         check_matmul_precision(self.matmul_precision)
 
     def __hash__(self) -> int:

@@ -12,7 +12,6 @@ from math import ceil, exp, log, log2
 
 from shardwise.hardware.calibration import Calibration, Points
 from shardwise.hardware.device import Device
-from shardwise.hardware.software import software_of
 
 # Rows and columns of the tile of a matrix product that one processor computes at a time.
 _TILES = tuple((rows, columns) for rows in (64, 128, 192, 256) for columns in (64, 96, 128, 160, 192, 256))
@@ -196,10 +195,7 @@ def relative_reach(device: Device, kernel: Kernel) -> float:
     own = {"matmul": device.matmul_reach, "attention": device.attention_reach}.get(name)
     if own is not None:
         return own.value
-    software = software_of(device.software)
-    tables = (f"fp32_{name}_reach", f"{name}_reach") if kernel.dtype == "fp32" else (f"{name}_reach",)
-    reaches = (software.reach(table, architecture=device.architecture) for table in tables)
-    return next((reach for reach in reaches if reach is not None), 1.0)
+    return device.software.reach(name, dtype=kernel.dtype, architecture=device.architecture)
 
 
 def product_seconds(sizes: tuple[float, ...], *, flops_per_s: float, num_processors: int) -> float:

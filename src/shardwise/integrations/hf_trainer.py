@@ -119,7 +119,7 @@ class ShardwiseMixin:
 
     def _captures(self) -> bool:
         """Return whether steps run as a whole: not if code of the user runs in the middle of one."""
-        if self.plan.capture == "off" or not self._is_on_gpu():
+        if not self.plan.may_capture_steps or not self._is_on_gpu():
             return False
         why_not = self._why_not_whole()
         if why_not and self.plan.capture == "on":

@@ -9,6 +9,7 @@ from shardwise.interchange.mistakes import Mistake
 from shardwise.plan import Plan
 from shardwise.plan.placement import SHARDED, placement_of
 from shardwise.planner.search.candidates import Candidate, SpecFor, cost
+from shardwise.planner.systems import system_of
 from shardwise.vocabulary.quantities import bytes_text
 
 # A step is host-bound if issuing it takes more than this share of its time.
@@ -24,7 +25,7 @@ def predict(
     plan = setup.plan
     if micro_batch is not None or plan.micro_batch is None:
         plan = replace(plan, micro_batch=micro_batch or 1)
-    found = cost(spec_for(plan), plan=plan, cluster=cluster, optimizer="adamw", foreign=setup.foreign)
+    found = cost(spec_for(plan), plan=plan, cluster=cluster, optimizer="adamw", system=system_of(setup.foreign))
     return found, list(_findings(found, spec_for))
 
 
@@ -84,7 +85,7 @@ def _what_fits(found: Candidate, spec_for: SpecFor) -> str:
 
 
 def _cost(plan: Plan, found: Candidate, spec_for: SpecFor) -> Candidate:
-    return cost(spec_for(plan), plan=plan, cluster=found.cluster, optimizer="adamw", foreign=found.foreign)
+    return cost(spec_for(plan), plan=plan, cluster=found.cluster, optimizer="adamw", system=found.system)
 
 
 def _speed(found: Candidate) -> float:

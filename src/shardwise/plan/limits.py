@@ -108,8 +108,17 @@ class EngineLimits:
 
         `placements` are those of a model's units (default: those that the plan names).
         """
+        refusals = (setting.refuse(plan, engine=self.name) for setting in self.run_settings)
+        refusal = next((one for one in refusals if one is not None), None)
+        return refusal or self.why_not_planned(plan, placements=placements)
+
+    def why_not_planned(self, plan: PlanSettings, *, placements: Placements | None = None) -> Refusal | None:
+        """Return why the planner cannot cost a plan for this engine; None if it can.
+
+        That covers what a model or a loop does by itself on the engine, such as recomputing.
+        """
         placed = placements if placements is not None else _named(plan)
-        for setting in (*self.settings, *self.run_settings):
+        for setting in self.settings:
             refusal = setting.refuse(plan, engine=self.name)
             if refusal is not None:
                 return refusal

@@ -24,7 +24,7 @@ from shardwise.vocabulary.auto_solver import auto_solver
 
 _RECOMPUTES = ("none", "full", "selective")
 _OWNED_MOVE = "parameters that one rank owns get new memory in each update"
-_CAPTURE_WORD = one_of(("auto", "on", "off"))
+_CAPTURE_WORD = one_of(("auto", "on", "units", "off"))
 _CAPTURE = Form(
     words=_CAPTURE_WORD.words,
     fits=lambda value: isinstance(value, bool) or _CAPTURE_WORD.fits(value),
@@ -103,8 +103,8 @@ class Plan:
     capture: str | bool = key(
         "auto",
         "whole steps (shardwise.step, shardwise.capture, train), or the units of an ordinary loop, run as CUDA graphs: "
-        "where that is safe and faster (auto), always as whole steps (on) or never (off). TOML may also "
-        "say true or false",
+        "where that is safe and faster (auto), always as whole steps (on), units alone (units) or never (off). TOML "
+        "may also say true or false",
         form=_CAPTURE,
     )
     uncaptured: tuple[str, ...] = key(
@@ -173,6 +173,11 @@ class Plan:
     def captures(self) -> bool:
         """Whether every step is a CUDA graph. Under `auto` this is only known when steps run."""
         return self.capture == "on"
+
+    @property
+    def may_capture_steps(self) -> bool:
+        """Whether whole steps may be CUDA graphs, on a device that has them."""
+        return self.capture in ("auto", "on")
 
     def _capture_hindrance(self) -> str:
         settings = {

@@ -24,9 +24,18 @@ from shardwise.planner.whole_matrices import WholeMatrices, update_bytes, whole_
 from shardwise.program import StepProgram, build, build_first_step
 from shardwise.spec import ModelSpec
 from shardwise.spec.law import Line
-from shardwise.spec.step import StepRow, StepTrace, Stream
+from shardwise.spec.step import Op, StepRow, StepTrace, Stream
 from shardwise.vocabulary.categories import CATEGORIES
-from shardwise.vocabulary.dtypes import PRECISIONS
+
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+"""Operations that are matrix products."""
+
+
+def _is_narrow(op: Op, *, seq: int | None) -> bool:
+    """Return whether a matrix product's operands and result have 16 bits."""
+    *count, m, n, k = (dim.at(batch=1, seq=seq) for dim in op.dims)
+    num_elements = prod(count) * (m * k + k * n + m * n)
+    return op.num_bytes.at(batch=1, seq=seq) < 3 * num_elements
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -71,7 +80,8 @@ class Job:
         return self._ledger(self.first_rows) if self.in_order else self.ledger
 
     def _ledger(self, rows: Iterable[MemoryRow]) -> Ledger:
-        ledger = Ledger(seq=self.spec.seq, grads_leave_at_once=self.engine.grads_leave_at_once)
+        leaves_at_once, graphs = self.engine.grads_leave_at_once, self.plan.capture == "units"
+        ledger = Ledger(seq=self.spec.seq, grads_leave_at_once=leaves_at_once, has_unit_graphs=graphs)
         ledger.write(rows)
         return ledger
 
@@ -81,14 +91,22 @@ class Job:
 
     @cached_property
     def precision(self) -> str:
-        """The precision of most matrix products: the plan's; under `native` that of most parameters."""
+        """The precision of most matrix products: the plan's; under `native` by the bytes of their operands.
+
+        Parameters do not say it: a quantised base is multiplied in the dtype that it is unpacked to.
+        """
         if self.plan.precision != "native":
             return self.plan.precision
-        num_elements: Counter[str] = Counter()
-        for param in (param for unit in self.spec.units for param in unit.params):
-            num_elements[param.dtype] += prod(param.shape)
-        words = {dtype: word for word, dtype in PRECISIONS.items()}
-        return words.get(max(num_elements, key=lambda dtype: num_elements[dtype], default="float32"), "fp32")
+        dtypes = {param.dtype for unit in self.spec.units for param in unit.params}
+        narrow = "fp16" if "float16" in dtypes and "bfloat16" not in dtypes else "bf16"
+        num_flops: Counter[str] = Counter()
+        for _, stream in self.streams:
+            for op in stream.ops:
+                if op.name in PRODUCTS and len(op.dims) in (3, 4):
+                    num_flops[narrow if _is_narrow(op, seq=self.spec.seq) else "fp32"] += op.num_flops.at(
+                        batch=1, seq=self.spec.seq
+                    )
+        return max(num_flops, key=lambda word: num_flops[word], default="fp32")
 
     @cached_property
     def placements(self) -> Mapping[str, Placement]:

@@ -67,18 +67,15 @@ benchmarks/results/step_times_h200.json.
 fully_shard's `step` was fitted (3.5 ms) with a program that gathered the last unit once. One gather, wait and free were
 then subtracted by hand, not fitted again. No measured row is of shard_grad_op, which lacks that second gather."""
 
-FOREIGN_TENSOR_SECONDS: Mapping[str, Mapping[str, float]] = MappingProxyType(
-    {"deepspeed": MappingProxyType({"zero2": 0.35e-3, "shard_grad_op": 1.2e-3, "fsdp": 1.2e-3})}
-)
-"""Another engine → strategy → additional seconds of a step per parameter tensor, for hooks that copy, reduce or gather
-each tensor by itself, and wait. Fitted to DeepSpeed's published rows of GPT-2 and BERT with ZeRO-2 and ZeRO-3 on 16
-V100s, of 2021; its ZeRO-1 and plain data parallelism take as long as ours."""
-
 CAPTURED = Overhead(gather=0.0, wait=0.0, free=0.0, take=0.0, reduce=0.0, deliver=0.0, step=0.0)
 """The overhead of a step that is one CUDA graph."""
 
 GRAPH_LAUNCH_SECONDS = 20e-6
 """The launch of a captured step of any size."""
+
+UNIT_GRAPH_SECONDS = 110e-6
+"""CPU seconds of the forward or the backward of a unit that is a CUDA graph, on the reference host: its inputs are
+compared with those that were recorded, its outputs are given to autograd."""
 
 SLOWDOWN = 0.15
 """Relative slowdown of computation during a collective. An assumption: between 0 and 0.3 the median error of published

@@ -18,6 +18,8 @@ BEFORE_BACKWARD = "before backward"
 GRADS_READY = "grads ready"
 BACKWARD_DONE = "backward done"
 FORWARD = (BEFORE_FORWARD, AFTER_FORWARD)
+# After these come operations of the unit itself: also after its last gradient, up to that of its input.
+IN_UNIT = (BEFORE_FORWARD, BEFORE_BACKWARD, GRADS_READY)
 
 COMPILED = {"none": "compiled", "full": "compiled-full"}
 """Recompute → the value of StepTrace.recompute if all units but the root are compiled by inductor."""

@@ -146,11 +146,15 @@ def _description(
 
 
 def to_master_dtype(model: nn.Module, *, plan: Plan) -> None:
-    """Make all floating-point parameters float32, whatever dtype computes, unless the plan leaves dtypes alone."""
+    """Make floating-point parameters float32, whatever dtype computes, unless the plan leaves dtypes alone.
+
+    A frozen parameter that is given in the dtype that computes stays in it: no optimizer steps it.
+    """
     if plan.precision == "native":
         return
     for parameter in model.parameters():
-        if parameter.is_floating_point():
+        is_held = not parameter.requires_grad and parameter.dtype == planned_dtype(plan.precision)
+        if parameter.is_floating_point() and not is_held:
             parameter.data = parameter.data.float()
 
 

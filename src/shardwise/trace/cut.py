@@ -2,14 +2,17 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
-from itertools import groupby
+from itertools import pairwise
+from math import inf
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shardwise.spec.step import Run
+from shardwise.spec import ROOT
+from shardwise.spec.step import BEFORE_BACKWARD, BEFORE_FORWARD, FORWARD, Run, StepRow, StepTrace
 from shardwise.trace.patch import replaced_forward
 
 # A shorter run would save nothing.
@@ -19,16 +22,34 @@ _NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number", "index", "id
 
 
 def find_runs(units: Mapping[str, nn.Module]) -> tuple[Run, ...]:
-    """Return runs of equal units in the order of registration, without units that contain units."""
+    """Return runs of equal units in the order of registration, without units that contain units.
+
+    Units of other kinds may lie between those of a run, as where kinds of attention alternate (`in_call_order`).
+    """
     names = list(units)
-    plain = [name for name in names if not any(other.startswith(name + ".") for other in names)]
-    kinds = {name: kind_of(units[name]) for name in plain}
-    runs = []
-    for _, group in groupby(plain, key=lambda name: (name.rpartition(".")[0], kinds[name])):
-        members = tuple(group)
-        if len(members) >= _LEAST:
-            runs.append(Run(units=members))
-    return tuple(runs)
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for name in names:
+        if not any(other.startswith(name + ".") for other in names):
+            groups.setdefault((name.rpartition(".")[0], kind_of(units[name])), []).append(name)
+    return tuple(Run(units=tuple(members)) for members in groups.values() if len(members) >= _LEAST)
+
+
+def in_call_order(trace: StepTrace, *, calls: Sequence[str]) -> StepTrace:
+    """Return the trace with the rows of all units if others lie between those of a run; else as it is.
+
+    A row of the root belongs to the begin or the end of its phase.
+    """
+    place = {unit: number for number, unit in enumerate(calls)}
+    if all(place[last] - place[first] == 1 for run in trace.runs for first, last in pairwise(run.units)):
+        return trace
+
+    def order(row: StepRow) -> tuple[bool, float]:
+        is_forward = row.trigger in FORWARD
+        if row.unit == ROOT:
+            return not is_forward, -inf if row.trigger in (BEFORE_FORWARD, BEFORE_BACKWARD) else inf
+        return not is_forward, place[row.unit] if is_forward else -place[row.unit]
+
+    return replace(trace, rows=tuple(sorted(trace.expand(), key=order)), runs=())
 
 
 def kind_of(module: nn.Module) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from shardwise.plan.policy import UnitPolicy
 from shardwise.spec import ANNOUNCED, ModelSpec, TensorSpec, UnitSpec
 from shardwise.spec.law import Law, fit
 from shardwise.spec.step import Run, StepRow, StepTrace
-from shardwise.trace.cut import CannotCutError, find_runs
+from shardwise.trace.cut import CannotCutError, find_runs, in_call_order
 from shardwise.trace.observe import ObservedStep, TracedTask, Way, observe
 from shardwise.trace.rows import Size, to_rows
 from shardwise.units import model_spec, unit_modules
@@ -73,6 +73,7 @@ def _with_trace(spec: ModelSpec, *, task: TracedTask, makers: dict[int, MakeBatc
     if way.is_compiled:
         rows = tuple(replace(row, stream=replace(row.stream, ops=())) for row in rows)
     trace = StepTrace(computes_in=way.computes_in, recompute=way.recompute, rows=rows, runs=runs)
+    trace = in_call_order(trace, calls=first.calls)
     return replace(
         spec,
         units=tuple(replace(unit, backward=_backward(unit.name, first, runs=runs)) for unit in spec.units),

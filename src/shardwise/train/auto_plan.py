@@ -56,7 +56,7 @@ class ChosenPlan:
 
     @property
     def may_capture(self) -> bool:
-        return self.place.device.type == "cuda" and self.given.plan.capture != "off"
+        return self.place.device.type == "cuda" and self.given.plan.may_capture_steps
 
     def recorded(self, name: str) -> Any:
         """Return an entry of auto.json; None if there is none, and on other ranks than 0.

@@ -172,7 +172,7 @@ def next_passes(training: Training) -> StepPasses:
     assert share is not None
     training.before_read = random_states(training.device) if training.guard.undoes else None
     batches = [next(training.batches) for _ in share.counts]
-    if training.config.plan.capture != "off" and training.device.type == "cuda":
+    if training.config.plan.may_capture_steps and training.device.type == "cuda":
         # The inputs of a graph are copied from device to device; an ordinary pass copies its own batch.
         batches = to_device(batches, training.device)
     weights = tuple(share.weight(count, num_ranks=sharing.num_ranks) for count in share.counts)

@@ -27,7 +27,18 @@ def as_json(capfd: pytest.CaptureFixture[str], *arguments: str) -> Any:
 
 def test_the_json_is_the_contract(capfd: pytest.CaptureFixture[str]) -> None:
     data = as_json(capfd, "gpt2-124m", "--cluster", "8xh100-80gb")
-    assert set(data) == {"model", "cluster", "recommended", "why", "host", "candidates", "captured", "compiled"}
+    assert set(data) == {
+        "model",
+        "cluster",
+        "recommended",
+        "why",
+        "like",
+        "software",
+        "host",
+        "candidates",
+        "captured",
+        "compiled",
+    }
     assert [candidate["strategy"] for candidate in data["candidates"]] == list(STRATEGIES)
     assert data["candidates"][data["recommended"]]["strategy"] == "ddp"
     for candidate in data["candidates"]:
@@ -60,6 +71,14 @@ def test_the_table_says_what_fits_and_which_to_take(capfd: pytest.CaptureFixture
 def test_what_does_not_fit_names_a_way_out_and_exits_with_1(capfd: pytest.CaptureFixture[str]) -> None:
     assert run("llama-3.1-8b", "--cluster", "8xh100-80gb", "--micro-batch", "2") == 1
     assert "fits with --recompute" in capfd.readouterr().out
+
+
+def test_passes_that_must_reduce_say_so(capfd: pytest.CaptureFixture[str]) -> None:
+    common = ("mpt-30b", "--cluster", "8xh100-80gb", "--strategy", "fsdp", "--recompute", "full", "--accumulate", "21")
+    assert run(*common, "--micro-batch", "3", "--engine", "torch") == 0
+    assert "fsdp reduce them in every pass" in capfd.readouterr().out
+    data = as_json(capfd, *common, "--micro-batch", "1", "--accumulate-reduced")
+    assert data["candidates"][0]["plan"]["accumulate_reduced"] is True
 
 
 def test_the_timeline_is_shown_and_in_the_json(capfd: pytest.CaptureFixture[str]) -> None:
@@ -293,6 +312,11 @@ def test_software_tf32_and_compiling_change_the_time(capfd: pytest.CaptureFixtur
     assert seconds("--software", "2023") > 1.1 * seconds()
     assert seconds("--compile", "inductor") < 0.95 * seconds()
     assert seconds("--precision", "fp32", "--matmul-precision", "high") < 0.6 * seconds("--precision", "fp32")
+    assert seconds("--software", "2023", "--attention", "cudnn") < seconds("--software", "2023")
+    assert run(*options, "--attention", "flash-2") == 0
+    assert "Kernels: attention flash-2, matmul cuda-13, norms fused." in capfd.readouterr().out
+    assert run(*options, "--attention", "flash-9") == 2
+    assert "unknown attention kernel 'flash-9'; did you mean" in capfd.readouterr().err
     assert run(*options, "--software", "1999") == 2
     assert "2023" in capfd.readouterr().err
 
@@ -303,7 +327,9 @@ def test_a_step_that_is_faster_in_cuda_graphs_is_said_to_be(capfd: pytest.Captur
     data = as_json(capfd, *asked, "1xh100-80gb", "--micro-batch", "4")
     assert data["captured"]["step_seconds"] < 0.95 * data["candidates"][0]["step_seconds"]
     run(*asked, "1xh100-80gb", "--micro-batch", "4")
-    assert "In CUDA graphs, as `shardwise train` runs a step where it can, ddp takes 0.0" in capfd.readouterr().out
+    out = " ".join(capfd.readouterr().out.split())
+    assert "In CUDA graphs, as `shardwise train` runs a step where it can, ddp takes 0.0" in out
+    assert "In a loop of your own, whose units are CUDA graphs, it takes 0.0" in out
     on = as_json(capfd, *asked, "1xh100-80gb", "--micro-batch", "4", "--capture", "on")
     assert on["candidates"][0]["step_seconds"] == data["captured"]["step_seconds"]
     assert on["captured"] is None
@@ -317,6 +343,35 @@ def test_the_band_says_what_it_follows_from(capfd: pytest.CaptureFixture[str]) -
     for candidate in data["candidates"]:
         assert "across nodes" in candidate["band_of_time_from"]
         assert candidate["error_band"]["time"] > 0.2
+
+
+def test_another_system_sets_its_own_defaults_and_names_them(capfd: pytest.CaptureFixture[str]) -> None:
+    options = ("llama-3.2-1b", "--cluster", "8xh100-80gb", "--micro-batch", "1", "--accumulate", "4")
+    data = as_json(capfd, *options, "--like", "torch-fsdp")
+    plan = data["candidates"][-1]["plan"]
+    assert [one["strategy"] for one in data["candidates"]] == ["shard_grad_op", "fsdp"]
+    assert (plan["engine"], plan["reduce_dtype"], plan["accumulate_reduced"]) == ("torch", "bf16", True)
+    assert "--reduce-dtype bf16, gradients reduced in every pass" in data["like"]
+    # What is given wins.
+    data = as_json(capfd, *options, "--like", "torch-fsdp", "--reduce-dtype", "fp32", "--strategy", "fsdp")
+    assert [one["plan"].get("reduce_dtype", "fp32") for one in data["candidates"]] == ["fp32"]
+    assert run(*options, "--like", "megatron-ddp") == 0
+    assert "Like megatron-ddp (Megatron-Core DDP): --engine shardwise" in capfd.readouterr().out
+    assert run(*options, "--like", "deepsped") == 2
+    assert "did you mean" in capfd.readouterr().err
+
+
+def test_torchs_engine_has_the_usual_loss(capfd: pytest.CaptureFixture[str]) -> None:
+    options = ("llama-3.2-1b", "--cluster", "8xh100-80gb", "--micro-batch", "1", "--seq", "4096", "--strategy", "fsdp")
+
+    def peak(*more: str) -> int:
+        return int(as_json(capfd, *options, *more)["candidates"][0]["peak_bytes"]["allocated"])
+
+    assert peak("--engine", "torch") > peak("--engine", "torch", "--loss", "lean") + 4096 * 128256 * 4
+    assert peak("--loss", "usual") > peak()
+    for model, loss, message in (("resnet18", "usual", "has a loss of its own"), ("gpt-tiny", "less", "unknown loss")):
+        assert run(model, "--cluster", "8xh100-80gb", "--loss", loss) == 2
+        assert message in capfd.readouterr().err
 
 
 def test_auto_is_a_row_of_its_own_and_is_saved(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

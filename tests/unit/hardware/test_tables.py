@@ -10,9 +10,9 @@ from shardwise.hardware.device import read_device
 from shardwise.hardware.link import port_of, read_link
 
 WANTED = [
-    "a100-40gb", "a100-80gb", "a100-40gb-pcie", "a100-80gb-pcie", "h100-80gb", "h100-80gb-pcie",
-    "h100-96gb-hbm2e", "h200", "b200", "gb200", "mi300x", "l4", "l40s", "v100-16gb", "v100-32gb", "rtx-3090", "rtx-4090",
-    "rtx-5090", "cpu",
+    "a100-40gb", "a100-80gb", "a100-40gb-pcie", "a100-80gb-pcie", "a800-80gb", "h100-80gb", "h100-80gb-pcie",
+    "h100-96gb-hbm2e", "h200", "gh200-96gb", "b200", "gb200", "b300", "mi300x", "mi325x", "l4", "l40s", "a10g",
+    "rtx-a6000", "v100-16gb", "v100-32gb", "t4", "rtx-3090", "rtx-4090", "rtx-5090", "rtx-pro-6000", "cpu",
 ]  # fmt: skip
 
 

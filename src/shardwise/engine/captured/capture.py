@@ -74,7 +74,7 @@ def capture(
 def _why_not(engine: Engine, model: nn.Module, optimizer: Optimizer) -> str | None:
     """Return why no step of this plan is captured ("": no reason to report); None if steps can be captured."""
     plan = engine.plan
-    if plan.capture == "off" or engine.device.type != "cuda":
+    if not plan.may_capture_steps or engine.device.type != "cuda":
         return ""
     # A variable may be set for one rank alone.
     if any(exchange(capture_is_off())):

@@ -10,8 +10,15 @@ from dataclasses import dataclass, field
 
 from shardwise.planner.memory.column_sum import ColumnSum
 from shardwise.planner.memory.replay import MemoryChange, MemoryRow, Recategorize, TakeGrads
-from shardwise.spec.law import Law, Line
-from shardwise.spec.step import Act, StorageEvent, What
+from shardwise.spec import ROOT
+from shardwise.spec.law import Line
+from shardwise.spec.step import IN_UNIT, Act, StorageEvent, What
+
+UNIT_GRAPHS = "unit graphs"
+"""The stream of the pool in which CUDA graphs of units have their tensors."""
+
+SLOTS = "slots"
+"""The stream of the memory in which units that are CUDA graphs are gathered."""
 
 AllocationEntry = tuple[int, Line | ColumnSum | None, str]
 """(slot, size, stream) of an allocation; (slot, None, "") of a release."""
@@ -22,19 +29,23 @@ class Ledger:
     """The entries of a step without the optimizer's state; `update_at` is the position of the update.
 
     `first_grad_at`: position after the first gradient of a parameter, usually from the first product of backward.
+    `has_unit_graphs`: what units compute lies in a pool of its own.
     """
 
     seq: int | None
     grads_leave_at_once: bool
+    has_unit_graphs: bool = False
     entries: list[AllocationEntry] = field(default_factory=list)
     update_at: int = 0
     first_grad_at: int = 0
     _num_slots: int = 0
+    # Of the model's storages at this point.
+    _stream: str = ""
     # Buffers of the engine by category and size, oldest first.
     _buffers: dict[tuple[str, int, int], deque[list[int]]] = field(default_factory=lambda: defaultdict(deque))
     # Slots of the model's storages by unit and number; storages by law, for releases by another unit.
     _storages: dict[tuple[str, int], int] = field(default_factory=dict)
-    _by_law: dict[Law, list[tuple[str, int]]] = field(default_factory=lambda: defaultdict(list))
+    _by_size: dict[Line, list[tuple[str, int]]] = field(default_factory=lambda: defaultdict(list))
     _grads: dict[str, dict[tuple[str, int], int]] = field(default_factory=lambda: defaultdict(dict))
 
     def write(self, rows: Iterable[MemoryRow]) -> None:
@@ -44,6 +55,8 @@ class Ledger:
             for change in row.changes:
                 self._change(change)
             if row.peak is not None:
+                is_graph = self.has_unit_graphs and row.unit != ROOT and row.label.startswith(IN_UNIT)
+                self._stream = UNIT_GRAPHS if is_graph else ""
                 for event in row.peak.stream.events:
                     self._event(row.unit, event)
         self._zero_grad()
@@ -70,7 +83,8 @@ class Ledger:
                 self._buffers[change.after, change.num_bytes, 0].append(held.popleft())
         elif change.const > 0 or change.per_sample > 0:
             sizes = [Line(piece, 0) for piece in change.pieces] or [Line(change.const, change.per_sample)]
-            slots = [self._allocate(size, stream=change.stream) for size in sizes]
+            stream = SLOTS if self.has_unit_graphs and change.category == "gathered" else change.stream
+            slots = [self._allocate(size, stream=stream) for size in sizes]
             self._buffers[change.category, change.const, change.per_sample].append(slots)
         elif change.const or change.per_sample:
             held = self._buffers[change.category, -change.const, -change.per_sample]
@@ -96,7 +110,7 @@ class Ledger:
 
     def _born(self, unit: str, event: StorageEvent) -> None:
         line = event.num_bytes.line(self.seq)
-        slot = self._allocate(ColumnSum(event.columns, line) if event.columns else line)
+        slot = self._allocate(ColumnSum(event.columns, line) if event.columns else line, stream=self._stream)
         if event.what is What.SCRATCH:
             self._release([slot])
             return
@@ -107,13 +121,15 @@ class Ledger:
             self.first_grad_at = self.first_grad_at or len(self.entries)
             return
         self._storages[key] = slot
-        self._by_law[event.num_bytes].append(key)
+        self._by_size[line].append(key)
 
     def _died(self, unit: str, event: StorageEvent) -> None:
         key = (event.owner or unit, event.ordinal) if event.ordinal is not None else None
+        # By the size at this length, not by the law: traces of one length and of all lengths may be mixed.
+        alike = self._by_size[event.num_bytes.line(self.seq)]
         if key is None:
             # The latest one of that size from another unit: backward visits units in reverse.
-            key = next((one for one in reversed(self._by_law[event.num_bytes]) if one[0] != unit), None)
+            key = next((one for one in reversed(alike) if one[0] != unit), None)
         if key is not None and key in self._storages:
-            self._by_law[event.num_bytes].remove(key)
+            alike.remove(key)
             self._release([self._storages.pop(key)])

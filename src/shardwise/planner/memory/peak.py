@@ -25,6 +25,7 @@ from shardwise.planner.ways import traced_ways
 from shardwise.planner.whole_matrices import with_owners
 from shardwise.spec import ModelSpec
 from shardwise.spec.step import COMPILED, StepTrace
+from shardwise.vocabulary.categories import OTHER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,17 @@ class MemoryEstimate:
     peak_at: str
     at_rest_bytes: int
     activations_known: bool = True
+
+    def plus(self, num_bytes: int) -> "MemoryEstimate":
+        """Return the same with buffers that are always there."""
+        return replace(
+            self,
+            allocated_bytes=self.allocated_bytes + num_bytes,
+            reserved_bytes=self.reserved_bytes + num_bytes,
+            device_bytes=self.device_bytes + num_bytes,
+            breakdown_bytes={**self.breakdown_bytes, OTHER: self.breakdown_bytes[OTHER] + num_bytes},
+            at_rest_bytes=self.at_rest_bytes + num_bytes,
+        )
 
 
 def estimate(

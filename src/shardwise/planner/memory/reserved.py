@@ -10,6 +10,9 @@ prepared; ordinary steps reuse that. Captured steps do not: the allocator gives 
 
 Captured steps have their own pool, in which the optimizer's state is allocated too (engine/captured/step_memory.py).
 What exists before the first step, and what is kept for graphs, is outside the pool.
+
+Where units are CUDA graphs (capture = 'units'), what they compute has its own pool, which gradients that are added up
+during backward do not reuse; gathered units have theirs.
 """
 
 from collections.abc import Sequence
@@ -71,9 +74,15 @@ def _run(job: Job, *, batch: int, limit_bytes: int | None = None, made_on_device
     for size in _sizes_before(job, batch=batch):
         run.allocate(size, "first" if job.plan.captures else "")
     run.free_all(made)
-    _first_step(run, job)
     entries = job.ledger.entries
-    run.free_all(run.replay(entries, {}))
+    if job.plan.capture == "units":
+        # The state is made before the first forward, and unused memory is given back before graphs are recorded.
+        run.allocate_moments(job)
+        for _ in ("forward", "backward"):
+            run.allocate(job.rules.workspace_bytes // 2)
+    else:
+        _first_step(run, job)
+        run.free_all(run.replay(entries, {}))
     for size in [size for states in job.states.values() for size in states.samples]:
         run.allocate(size, "samples")
     run.peak = 0
@@ -92,8 +101,7 @@ def _first_step(run: "_Run", job: Job) -> None:
     held = run.replay(forward, {})
     run.allocate(workspace)
     held = run.replay(backward, held)
-    for size in [*(size for states in job.states.values() for size in states.moments), *job.owned_moments]:
-        run.allocate(size)
+    run.allocate_moments(job)
     run.free_all(run.replay(after, held))
 
 
@@ -125,6 +133,11 @@ class _Run:
             self.peak = self.allocator.allocated_bytes
             self.slack_at_peak = self.slack
         return block
+
+    def allocate_moments(self, job: Job) -> None:
+        """Make the optimizer's state."""
+        for size in [*(size for states in job.states.values() for size in states.moments), *job.owned_moments]:
+            self.allocate(size)
 
     def replay(self, entries: Sequence[AllocationEntry], held: HeldBlocks) -> HeldBlocks:
         """Run entries of a step, starting with the blocks that earlier ones hold; return those held afterwards."""

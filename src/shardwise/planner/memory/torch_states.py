@@ -9,7 +9,7 @@ from shardwise.plan.placement import Placement
 from shardwise.planner.memory.states import StateSetting, UnitStates
 from shardwise.program.buffers import param_dtypes
 from shardwise.spec import TensorSpec, UnitSpec
-from shardwise.vocabulary.dtypes import BYTES_PER_ELEMENT, PRECISIONS, master_dtype
+from shardwise.vocabulary.dtypes import BYTES_PER_ELEMENT, PRECISIONS
 
 
 def ddp_states(unit: UnitSpec, *, placement: Placement, setting: StateSetting) -> UnitStates:
@@ -42,21 +42,24 @@ def fully_shard_states(unit: UnitSpec, *, placement: Placement, setting: StateSe
     steps = [(param, size) for param, size in stepped if param.trainable]
     trainable = [size for _, size in steps]
     computes = [(count, BYTES_PER_ELEMENT[param_dtypes(param, plan=plan)[0]]) for param, count in shards]
-    casts = any(size != _master_bytes(param, plan=plan) for (_, size), param in zip(computes, unit.params, strict=True))
+    # Frozen parameters that are held in the dtype that computes are not cast.
+    is_cast = [size != _master_bytes(param, plan=plan) for (_, size), param in zip(computes, unit.params, strict=True)]
+    casts = [count * size for (count, size), cast in zip(computes, is_cast, strict=True) if cast]
     reduce_bytes = BYTES_PER_ELEMENT[PRECISIONS[plan.reduce_dtype]]
     reduced = sum(count for param, count in shards if param.trainable) * reduce_bytes
     held = tuple(rounded(size) for _, size in stepped)
     moments = setting.moments(steps)
     outputs = tuple(rounded(num_slices * count * size) for count, size in computes)
     in_shard = sum(count * size for count, size in computes)
-    flat, copy_in = rounded(num_slices * in_shard), rounded(in_shard)
+    flat, copy_in = rounded(num_slices * in_shard), rounded(sum(casts))
     if num_slices == 1:
         # Each parameter is cast and copied by itself.
-        flat, copy_in = 0, max((count * size for count, size in computes), default=0)
+        flat, copy_in = 0, max(casts, default=0)
+    masters = sum(size for size, cast in zip(held, is_cast, strict=True) if cast)
     return UnitStates(
         full=sum(outputs),
-        params=0 if casts else sum(held),
-        optim=sum(moments) + (sum(held) if casts else 0),
+        params=sum(held) - masters,
+        optim=sum(moments) + masters,
         moments=moments,
         held=held,
         reduce=rounded(num_slices * reduced),
@@ -65,14 +68,14 @@ def fully_shard_states(unit: UnitSpec, *, placement: Placement, setting: StateSe
         largest=max(trainable, default=0),
         buffers=setting.buffer_bytes(unit),
         flat=flat,
-        copy_in=copy_in if casts else 0,
+        copy_in=copy_in,
         outputs=outputs,
         gradients=tuple(rounded(param.num_elements * reduce_bytes) for param in unit.params if param.trainable),
     )
 
 
 def _master_bytes(param: TensorSpec, *, plan: Plan) -> int:
-    return BYTES_PER_ELEMENT[master_dtype(param.dtype, precision=plan.precision)]
+    return BYTES_PER_ELEMENT[param_dtypes(param, plan=plan)[1]]
 
 
 def _shard_elements(param: TensorSpec, *, num_slices: int) -> int:

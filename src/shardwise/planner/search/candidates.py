@@ -1,17 +1,17 @@
-"""Plans for a cluster, each at its best batch and mesh, with their costs; and a way out if none fits."""
+"""Plans for a cluster, each at its best batch and mesh, with their costs."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import log2
 
 from shardwise.hardware import Cluster
 from shardwise.plan import Plan
-from shardwise.plan.limits import LIMITS, strategies_of
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import SHARDED, STRATEGIES
 from shardwise.planner.engine_model import engine_model_of
 from shardwise.planner.memory.peak import MemoryEstimate, estimate, job_of
 from shardwise.planner.search.micro_batches import MicroBatches, largest_fitting, micro_batches_of
+from shardwise.planner.systems import OWN, System
 from shardwise.planner.time.band import TimeBand, time_band
 from shardwise.planner.time.step_time import TimeEstimate, estimate_time
 from shardwise.planner.traffic import sent_bytes
@@ -35,7 +35,7 @@ class Candidate:
     fits: str
     seq: int | None
     sent_bytes: int
-    foreign: str = ""
+    system: System = OWN
     label: str = ""
 
     @property
@@ -69,7 +69,7 @@ class Candidate:
     @property
     def time_band(self) -> TimeBand:
         host_share = self.time.cpu_seconds / self.time.step_seconds if self.time is not None else 0.0
-        return time_band(plan=self.plan, cluster=self.cluster, host_share=host_share, foreign=self.foreign)
+        return time_band(plan=self.plan, cluster=self.cluster, host_share=host_share, system=self.system)
 
 
 def capacity_bytes(cluster: Cluster) -> int | None:
@@ -77,33 +77,36 @@ def capacity_bytes(cluster: Cluster) -> int | None:
 
 
 def cost(
-    spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, quick: bool = False, foreign: str = ""
+    spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, quick: bool = False, system: System = OWN
 ) -> Candidate:
     """Return a plan, whose micro-batch is set, with its cost on a cluster; `quick`: without the allocator's model.
 
-    `foreign`: an engine that is neither ours nor torch's. Its time is predicted; its memory is that of the plan.
+    `system`: the one that runs the plan, with the time and the memory that it adds.
     """
-    memory = _memory(spec, plan=plan, cluster=cluster, optimizer=optimizer, quick=True)
+    memory = _memory(spec, plan=plan, cluster=cluster, optimizer=optimizer, quick=True, system=system)
     if not quick and _fits(memory.device_bytes, plan=plan, cluster=cluster) != "no":
         # If its tensors alone do not fit, the allocator's model need not be run.
-        memory = _memory(spec, plan=plan, cluster=cluster, optimizer=optimizer)
+        memory = _memory(spec, plan=plan, cluster=cluster, optimizer=optimizer, system=system)
     job = job_of(spec, plan=plan, num_ranks=cluster.num_ranks, optimizer=optimizer, device=cluster.device.torch_type)
     return Candidate(
         plan=plan,
         cluster=cluster,
         memory=memory,
-        time=estimate_time(spec, plan=plan, cluster=cluster, optimizer=optimizer, foreign=foreign),
+        time=estimate_time(spec, plan=plan, cluster=cluster, optimizer=optimizer, system=system),
         fits=_fits(memory.device_bytes, plan=plan, cluster=cluster),
         seq=spec.seq,
         sent_bytes=sent_bytes(job),
-        foreign=foreign,
+        system=system,
     )
 
 
-def _memory(spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, quick: bool = False) -> MemoryEstimate:
-    capacity = capacity_bytes(cluster)
-    limit = round(capacity / (1 + engine_model_of(plan).error_band)) if capacity is not None else None
-    return cluster_memory(spec, plan=plan, cluster=cluster, optimizer=optimizer, limit_bytes=limit, quick=quick)
+def _memory(
+    spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, quick: bool = False, system: System = OWN
+) -> MemoryEstimate:
+    capacity, added = capacity_bytes(cluster), system.buffer_bytes.get(plan.strategy, 0)
+    limit = round(capacity / (1 + engine_model_of(plan).error_band)) - added if capacity is not None else None
+    found = cluster_memory(spec, plan=plan, cluster=cluster, optimizer=optimizer, limit_bytes=limit, quick=quick)
+    return found.plus(added) if added else found
 
 
 def cluster_memory(
@@ -135,7 +138,9 @@ def _fits(device_bytes: int, *, plan: Plan, cluster: Cluster) -> str:
     return "tight" if device_bytes <= capacity else "no"
 
 
-def largest_batch(spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, quick: bool = False) -> int:
+def largest_batch(
+    spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, quick: bool = False, system: System = OWN
+) -> int:
     """Return the largest micro-batch that fits; 1 if none does, or if activations are unknown.
 
     The search uses allocated bytes, which is cheap, and then, unless `quick`, the allocator's model.
@@ -145,7 +150,7 @@ def largest_batch(spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: s
 
     def fits(batch: int, *, quick: bool) -> bool:
         sized = replace(plan, micro_batch=batch)
-        memory = _memory(spec, plan=sized, cluster=cluster, optimizer=optimizer, quick=quick)
+        memory = _memory(spec, plan=sized, cluster=cluster, optimizer=optimizer, quick=quick, system=system)
         return _fits(memory.device_bytes, plan=plan, cluster=cluster) == "yes"
 
     batch = largest_fitting(lambda batch: fits(batch, quick=True))
@@ -179,41 +184,78 @@ def candidates(
     optimizer: str,
     goal: str,
     quick: bool = False,
-    foreign: str = "",
+    system: System = OWN,
     global_batch: int | None = None,
 ) -> list[Candidate]:
     """Return each strategy at the plan's micro-batch or, by default, at the largest that fits (1 for goal `memory`).
 
     With a `global_batch` the micro-batch divides the samples of a rank, and the passes follow from it. On several
-    nodes each strategy is sharded over all ranks and over the smaller groups of `meshes`. `foreign` as for `cost`.
+    nodes each strategy is sharded over all ranks and over the smaller groups of `meshes`. Several passes keep their
+    gradients unsharded where that fits, and reduce in each pass where it does not. `system` as for `cost`.
     """
     found = []
     batches = micro_batches_of(plan, global_batch=global_batch, num_ranks=cluster.num_ranks)
     for strategy in strategies:
         for mesh in meshes(strategy, plan=plan, cluster=cluster):
-            chosen = replace(plan, strategy=strategy, mesh=mesh)
-            spec = spec_for(chosen)
-            batch = batches.micro_batch or 1
-            if batches.samples is not None:
-                batch = _largest_divisor(
-                    spec, batches, plan=chosen, cluster=cluster, optimizer=optimizer, quick=quick or goal == "memory"
-                )
-            elif batches.is_free and goal == "throughput":
-                batch = largest_batch(spec, plan=chosen, cluster=cluster, optimizer=optimizer, quick=quick)
-            chosen = replace(chosen, micro_batch=batch, accumulate=batches.accumulate(batch))
-            found.append(cost(spec, plan=chosen, cluster=cluster, optimizer=optimizer, quick=quick, foreign=foreign))
+            for chosen in _passes(replace(plan, strategy=strategy, mesh=mesh), batches=batches):
+                one = _at_best_batch(
+                    spec_for(chosen), batches, plan=chosen, cluster=cluster, optimizer=optimizer, goal=goal,
+                    quick=quick, system=system,
+                )  # fmt: skip
+                if one.fits != "no":
+                    break
+            found.append(one)
     return found
 
 
+def _passes(plan: Plan, *, batches: MicroBatches) -> list[Plan]:
+    """Return the plan and, if it shards gradients and may have several passes, one that reduces them in each pass.
+
+    The second one needs less memory and sends more: it is taken where the first one does not fit.
+    """
+    has_passes = batches.passes > 1 or batches.samples is not None
+    if plan.accumulate_reduced or not has_passes or STRATEGIES[plan.strategy].grads is not SHARDED:
+        return [plan]
+    return [plan, replace(plan, accumulate_reduced=True)]
+
+
+def _at_best_batch(
+    spec: ModelSpec, batches: MicroBatches, *, plan: Plan, cluster: Cluster, optimizer: str, goal: str, quick: bool,
+    system: System,
+) -> Candidate:  # fmt: skip
+    """Return the plan at its micro-batch or, if that is free, at the largest that fits (1 for goal `memory`)."""
+    batch = batches.micro_batch or 1
+    if batches.samples is not None:
+        batch = _largest_divisor(
+            spec,
+            batches,
+            plan=plan,
+            cluster=cluster,
+            optimizer=optimizer,
+            quick=quick or goal == "memory",
+            system=system,
+        )
+    elif batches.is_free and goal == "throughput":
+        batch = largest_batch(spec, plan=plan, cluster=cluster, optimizer=optimizer, quick=quick, system=system)
+    passes = batches.accumulate(batch)
+    sized = replace(
+        plan, micro_batch=batch, accumulate=passes, accumulate_reduced=plan.accumulate_reduced and passes > 1
+    )
+    return cost(spec, plan=sized, cluster=cluster, optimizer=optimizer, quick=quick, system=system)
+
+
 def _largest_divisor(
-    spec: ModelSpec, batches: MicroBatches, *, plan: Plan, cluster: Cluster, optimizer: str, quick: bool
+    spec: ModelSpec, batches: MicroBatches, *, plan: Plan, cluster: Cluster, optimizer: str, quick: bool, system: System
 ) -> int:
     """Return the largest micro-batch that divides a rank's samples and fits, or else the smallest."""
     for batch in reversed(batches.allowed()):
         chosen = replace(plan, micro_batch=batch, accumulate=batches.accumulate(batch))
         # If its tensors alone do not fit, the allocator's model need not be run.
         looks = (True,) if quick else (True, False)
-        peaks = (_memory(spec, plan=chosen, cluster=cluster, optimizer=optimizer, quick=look) for look in looks)
+        peaks = (
+            _memory(spec, plan=chosen, cluster=cluster, optimizer=optimizer, quick=look, system=system)
+            for look in looks
+        )
         if all(_fits(peak.device_bytes, plan=plan, cluster=cluster) in ("yes", "unknown") for peak in peaks):
             return batch
     return batches.allowed()[0]
@@ -233,67 +275,3 @@ def meshes(strategy: str, *, plan: Plan, cluster: Cluster) -> list[Mesh]:
     nodes = sorted({1, 2 ** round(log2(cluster.num_nodes) / 2)}, reverse=True)
     shards = [per_node * count for count in nodes if count < cluster.num_nodes and cluster.num_nodes % count == 0]
     return [flat, *(Mesh(replicate=num_ranks // shard, shard=shard) for shard in shards)]
-
-
-def way_out(
-    spec_for: SpecFor, *, plan: Plan, strategies: Sequence[str], cluster: Cluster, optimizer: str
-) -> Candidate | None:
-    """Return the smallest change of the plan or the cluster that fits, or None."""
-
-    def fitting(changes: Iterable[Changed]) -> Iterator[Candidate]:
-        for changed, changed_strategies, changed_cluster in changes:
-            for strategy in changed_strategies:
-                chosen = replace(changed, strategy=strategy, mesh=Mesh(shard=changed_cluster.num_ranks))
-                if LIMITS[plan.engine].why_not(chosen) is not None:
-                    continue
-                spec = spec_for(chosen)
-                if chosen.micro_batch is None:
-                    most = largest_batch(spec, plan=chosen, cluster=changed_cluster, optimizer=optimizer)
-                    chosen = replace(chosen, micro_batch=min(most, max(1, (plan.micro_batch or 1) - 1)))
-                found = cost(spec, plan=chosen, cluster=changed_cluster, optimizer=optimizer)
-                if found.fits == "yes":
-                    yield found
-
-    of_plan = next(fitting(_changes(plan, strategies=strategies, cluster=cluster)), None)
-    if of_plan is not None:
-        return of_plan
-    for change in _smaller(plan, cluster=cluster):
-        smaller = max(fitting([change]), key=lambda found: found.batch, default=None)
-        if smaller is not None:
-            return smaller
-    return next(fitting(_larger(plan, cluster=cluster)), None)
-
-
-Changed = tuple[Plan, Sequence[str], Cluster]
-"""A plan, the strategies to try with it, and a cluster. No micro-batch means the largest that fits."""
-
-
-def _changes(plan: Plan, *, strategies: Sequence[str], cluster: Cluster) -> list[Changed]:
-    """Return other plans of the same batch, from the smallest change to the largest."""
-    at = replace(plan, micro_batch=plan.micro_batch or 1)
-    every = strategies_of(plan.engine)
-    found: list[Changed] = [(at, [name for name in every if name not in strategies], cluster)]
-    if plan.precision == "fp32":
-        found.append((replace(at, precision="bf16"), every, cluster))
-    return found + [(replace(at, recompute=recompute), every, cluster) for recompute in ("selective", "full")]
-
-
-def _smaller(plan: Plan, *, cluster: Cluster) -> list[Changed]:
-    """Return the same with a smaller batch, if there is one."""
-    if (plan.micro_batch or 1) == 1:
-        return []
-    smaller = [replace(plan, micro_batch=None, recompute=recompute) for recompute in (plan.recompute, "full")]
-    return [(changed, strategies_of(plan.engine), cluster) for changed in smaller]
-
-
-def _larger(plan: Plan, *, cluster: Cluster) -> list[Changed]:
-    """Return 2, 4, 8 … times as many devices with the last strategy, which shards the most; links are ignored."""
-    return [
-        (
-            replace(plan, micro_batch=1, recompute=recompute),
-            strategies_of(plan.engine)[-1:],
-            replace(cluster, devices_per_node=cluster.devices_per_node * 2**power),
-        )
-        for recompute in (plan.recompute, "full")
-        for power in range(1, 11)
-    ]

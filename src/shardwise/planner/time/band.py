@@ -12,12 +12,15 @@ from shardwise.hardware import Cluster, Device
 from shardwise.hardware.borrowed import USUAL
 from shardwise.hardware.calibration import shipped_calibration
 from shardwise.hardware.device import device_of
+from shardwise.hardware.software import CURRENT
 from shardwise.plan import Plan
+from shardwise.planner.systems import OWN, System
 
 CALIBRATED = "kernels calibrated"
 BORROWED = "kernels of an H200 on the same architecture"
 BORROWED_FAR = "kernels of an H200 on another architecture"
 BORROWED_NEW = "extrapolated from an H200, not validated"
+BORROWED_UNSEEN = "extrapolated from an H200 to an architecture of which no training was compared"
 NODES = "across nodes"
 COMPILED = "compiled"
 HOST_MEASURED = "bound by the host"
@@ -29,6 +32,7 @@ PARTS = {
     BORROWED: 0.07,
     BORROWED_FAR: 0.11,
     BORROWED_NEW: 0.2,
+    BORROWED_UNSEEN: 0.5,
     NODES: 0.08,
     COMPILED: 0.06,
     HOST_MEASURED: 0.08,
@@ -58,11 +62,11 @@ class TimeBand:
         return f"± {self.value:.0%} ({', '.join(self.facts)})"
 
 
-def time_band(*, plan: Plan, cluster: Cluster, host_share: float, foreign: str = "") -> TimeBand:
+def time_band(*, plan: Plan, cluster: Cluster, host_share: float, system: System = OWN) -> TimeBand:
     """Return the band of a plan on a cluster.
 
     host_share   the CPU's time to issue the step, as a share of the step
-    foreign      the engine that runs it, if it is neither ours nor torch's
+    system       the one that runs it
     """
     facts = [kernels_fact(cluster.device)]
     if cluster.num_nodes > 1:
@@ -73,14 +77,18 @@ def time_band(*, plan: Plan, cluster: Cluster, host_share: float, foreign: str =
         # Probed, or calibrated in the user's own file, and so on the user's own host.
         is_known = cluster.device.host is not None or cluster.device.calibration is not None
         facts.append(HOST_MEASURED if is_known else HOST)
-    if foreign:
+    if system.is_foreign:
         facts.append(FOREIGN)
     return TimeBand(tuple(sorted(facts, key=lambda fact: -PARTS[fact])))
 
 
 def kernels_fact(device: Device) -> str:
-    if device.calibration is not None or shipped_calibration(device.name) is not None:
+    if device.calibration is not None:
         return CALIBRATED
+    if shipped_calibration(device.name) is not None:
+        # It was calibrated with today's kernels.
+        return CALIBRATED if device.software == CURRENT else BORROWED
     if device.name not in CHECKED:
-        return BORROWED_NEW
+        is_seen = device.architecture in {device_of(name).architecture for name in CHECKED}
+        return BORROWED_NEW if is_seen else BORROWED_UNSEEN
     return BORROWED if device.architecture == device_of(USUAL).architecture else BORROWED_FAR

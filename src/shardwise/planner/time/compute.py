@@ -7,12 +7,13 @@ from types import MappingProxyType
 from shardwise.hardware import Device
 from shardwise.hardware.borrowed import kernel_model_of
 from shardwise.hardware.kernel_model import Kernel, attention, product, strided
+from shardwise.planner.job import PRODUCTS
 from shardwise.planner.time.queues import WorkSeconds
 from shardwise.spec.step import Op, Stream
 
 KERNELS: Mapping[str, str] = MappingProxyType(
     {
-        **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm"), "matmul"),
+        **dict.fromkeys(PRODUCTS, "matmul"),
         **dict.fromkeys(("_log_softmax", "_softmax", "_safe_softmax"), "log_softmax"),
         **dict.fromkeys(("_log_softmax_backward_data", "_softmax_backward_data"), "log_softmax_backward"),
         **dict.fromkeys(("zeros", "ones", "zeros_like", "ones_like"), "fill"),

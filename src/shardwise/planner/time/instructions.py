@@ -30,14 +30,18 @@ class Schedule:
     update: tuple[Instruction, ...]
 
 
-def schedule_of(job: Job, *, cluster: Cluster, optimizer: str, clips: bool = False) -> Schedule:
-    """Return the schedule of a job, whose model may be shortened; `clips`: clip the gradients by their norm."""
+def schedule_of(job: Job, *, cluster: Cluster, optimizer: str, clips: bool = False, overlap: str = "all") -> Schedule:
+    """Return the schedule of a job, whose model may be shortened; `clips`: clip the gradients by their norm.
+
+    `overlap`: the communication that runs during computation (systems.py).
+    """
     executor = TimeExecutor(
         job=job,
         cluster=cluster,
         rings=rings_of(job.mesh, cluster=cluster),
         optimizer=optimizer,
         clips=clips,
+        overlap=overlap,
         sizes=sizes_of(job.spec, plan=job.plan),
         overhead=overhead_of(job, cluster=cluster),
         num_pieces=sum(bool(stream.ops) for _, stream in job.streams),

@@ -3,19 +3,21 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shardwise.errors import UnknownName
 from shardwise.hardware import Cluster
+from shardwise.hardware.borrowed import host_factor
 from shardwise.plan import Plan
 from shardwise.planner.job import Job
 from shardwise.planner.memory.peak import job_of
-from shardwise.planner.overhead import FOREIGN_TENSOR_SECONDS, GRAPH_LAUNCH_SECONDS, HOST_SLOWDOWN, SLOWDOWN
+from shardwise.planner.overhead import GRAPH_LAUNCH_SECONDS, HOST_SLOWDOWN, SLOWDOWN, UNIT_GRAPH_SECONDS
+from shardwise.planner.systems import OWN, System
 from shardwise.planner.time.collective import can_link, rings_of
 from shardwise.planner.time.compute import can_time
 from shardwise.planner.time.instructions import Schedule, schedule_of
 from shardwise.planner.time.pieces import Pieces, timed_pieces
 from shardwise.planner.time.queues import Queues, WorkSeconds
 from shardwise.planner.time.straggler import straggler_share
-from shardwise.spec import ModelSpec
+from shardwise.spec import ROOT, ModelSpec
+from shardwise.spec.step import IN_UNIT
 from shardwise.vocabulary.span import Span
 
 _FAR_AHEAD = 1e6
@@ -59,19 +61,25 @@ def why_not_timed(spec: ModelSpec, *, plan: Plan, cluster: Cluster) -> str | Non
 
 
 def estimate_time(
-    spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str = "adamw", clips: bool = False, foreign: str = ""
+    spec: ModelSpec,
+    *,
+    plan: Plan,
+    cluster: Cluster,
+    optimizer: str = "adamw",
+    clips: bool = False,
+    system: System = OWN,
 ) -> TimeEstimate | None:
     """Return the time of a step of `plan`, whose micro-batch is set; None where `why_not_timed` gives a reason.
 
     `clips`: the step also clips the gradients by their norm.
-    `foreign`: the engine that runs the same strategy, if it is neither ours nor torch's (FOREIGN_TENSOR_SECONDS).
+    `system`: the one that runs the strategy, if it adds something to what the plan's engine does.
     """
     assert plan.micro_batch is not None
     if why_not_timed(spec, plan=plan, cluster=cluster) is not None:
         return None
-    prepared = _prepare(spec, plan=plan, cluster=cluster, optimizer=optimizer, clips=clips)
+    prepared = _prepare(spec, plan=plan, cluster=cluster, optimizer=optimizer, clips=clips, overlap=system.overlap)
     queues, alone, cpu_seconds = _steady(prepared, batch=plan.micro_batch)
-    alone += _foreign_seconds(spec, plan=plan, foreign=foreign)
+    alone += sum(len(unit.params) for unit in spec.units) * system.tensor_seconds.get(plan.strategy, 0.0)
     waited = alone * prepared.straggler_share
     step_seconds = alone + waited
     samples = plan.micro_batch * plan.accumulate
@@ -85,15 +93,6 @@ def estimate_time(
         cpu_seconds=cpu_seconds,
         straggler_seconds=waited,
     )
-
-
-def _foreign_seconds(spec: ModelSpec, *, plan: Plan, foreign: str) -> float:
-    if not foreign:
-        return 0.0
-    if foreign not in FOREIGN_TENSOR_SECONDS:
-        raise UnknownName.of("engine", foreign, known=FOREIGN_TENSOR_SECONDS)
-    num_tensors = sum(len(unit.params) for unit in spec.units)
-    return num_tensors * FOREIGN_TENSOR_SECONDS[foreign].get(plan.strategy, 0.0)
 
 
 def timeline(
@@ -129,24 +128,31 @@ class _Prepared:
 
 
 @lru_cache(maxsize=4096)
-def _known(job: Job) -> dict[tuple[int, str, bool, bool], _Prepared]:
+def _known(job: Job) -> dict[tuple[int, str, bool, bool, str], _Prepared]:
     """Return the cache of a job, by the id of the cluster, which is slow to hash; the values refer to it."""
     return {}
 
 
 def _prepare(
-    spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, clips: bool = False, shortened: bool = True
+    spec: ModelSpec,
+    *,
+    plan: Plan,
+    cluster: Cluster,
+    optimizer: str,
+    clips: bool = False,
+    shortened: bool = True,
+    overlap: str = "all",
 ) -> _Prepared:
     device = cluster.device.torch_type
     job = job_of(spec, plan=plan, num_ranks=cluster.num_ranks, optimizer=optimizer, device=device)
-    known, key = _known(job), (id(cluster), optimizer, clips, shortened)
+    known, key = _known(job), (id(cluster), optimizer, clips, shortened, overlap)
     if key not in known:
         job = timed_job(job) if shortened else job.unshortened
         rings = rings_of(job.mesh, cluster=cluster)
         known[key] = _Prepared(
             job=job,
             cluster=cluster,
-            schedule=schedule_of(job, cluster=cluster, optimizer=optimizer, clips=clips),
+            schedule=schedule_of(job, cluster=cluster, optimizer=optimizer, clips=clips, overlap=overlap),
             pieces=timed_pieces(job, device=cluster.device),
             straggler_share=straggler_share(rings, cluster=cluster, gathers=job.gathers),
         )
@@ -162,9 +168,18 @@ def timed_job(job: Job) -> Job:
 
 
 def _works(prepared: _Prepared, *, batch: int) -> list[WorkSeconds]:
-    pieces = prepared.pieces.works(batch)
-    if prepared.job.plan.captures:
+    pieces, job = prepared.pieces.works(batch), prepared.job
+    if job.plan.captures:
         pieces = [WorkSeconds(0.0, kernel, kernel) for _, kernel, _ in pieces]
+    elif job.plan.capture == "units":
+        keys = [(trigger, unit) for (trigger, unit, _), stream in job.streams if stream.ops]
+        launch = UNIT_GRAPH_SECONDS * host_factor(prepared.cluster.device)
+        pieces = [
+            WorkSeconds(launch, piece.kernel, launch + piece.kernel)
+            if unit != ROOT and trigger in IN_UNIT and job.plan.may_capture(unit)
+            else piece
+            for (trigger, unit), piece in zip(keys, pieces, strict=True)
+        ]
     return [*pieces, *prepared.schedule.works]
 
 

@@ -31,6 +31,7 @@ class TimeExecutor:
     """Writes the instructions of one job.
 
     works        work in addition to the model's pieces
+    overlap      the communication that runs during computation (systems.py)
     num_pieces   number of those pieces; they are numbered before `works`
     members      the units of each bucket
     """
@@ -44,6 +45,7 @@ class TimeExecutor:
     overhead: Overhead
     num_pieces: int
     members: Mapping[str, tuple[str, ...]]
+    overlap: str = "all"
     works: list[WorkSeconds] = field(default_factory=list)
     instructions: list[Instruction] = field(default_factory=list)
     ready: set[str] = field(default_factory=set)
@@ -99,6 +101,8 @@ class TimeExecutor:
                 yield self._copy(f"copy {name}", copied, launch=overhead.gather / 2)
                 if not operation.is_local:
                     yield self._send(f"gather {name}", rings.shard, rings.shard.gather_seconds(num_bytes))
+                    if self.overlap == "none" or (self.overlap == "gradients" and row.trigger is Trigger.AFTER_STEP):
+                        yield Instruction(WAIT, f"gather {name}")
             case Kind.WAIT_GATHER if row.trigger is Trigger.AFTER_FORWARD:
                 # fully_shard frees the buffer that it has copied out.
                 pass
@@ -113,6 +117,8 @@ class TimeExecutor:
             case Kind.REDUCE:
                 if not operation.is_local:
                     yield self._reduce(name, num_bytes, units=self.members[name])
+                    if self.overlap == "none":
+                        yield Instruction(WAIT, f"reduce {name}")
             case Kind.WAIT_REDUCE:
                 yield from self._wait_reduce(name, units=self.members[name])
             case Kind.REDUCE_SLICE:
@@ -142,14 +148,18 @@ class TimeExecutor:
         """Yield the same operation for the units that its unit stands for."""
         unit = self.members.get(operation.subject, (operation.subject,))[0]
         others = self.job.weight(unit) - 1
+        sent: set[str] = set()
         for one in self._operation(operation, row) if others else ():
             if one.what == COMPUTE:
                 launch, kernel, _ = self.works[one.number - self.num_pieces]
                 yield self._work(one.name, others * launch, others * kernel)
             elif one.what == SEND:
+                sent.add(one.name)
                 yield one._replace(
                     name=f"{one.name} and others", launch=others * one.launch, seconds=others * one.seconds
                 )
+            elif one.what == WAIT and one.name in sent:
+                yield one._replace(name=f"{one.name} and others", launch=others * one.launch)
             else:
                 yield Instruction(CALL, one.name, 0, others * one.launch)
 

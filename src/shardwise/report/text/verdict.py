@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 
 from shardwise.hardware import Cluster
 from shardwise.plan import Plan
-from shardwise.plan.limits import LIMITS
 from shardwise.planner.search.candidates import Candidate
 from shardwise.planner.search.recommend import PAIR_BAND, Condition, Reason, Recommendation, RunnerUp, Simpler
 from shardwise.vocabulary.quantities import GIB, fixed, fixed_text, significant
@@ -34,9 +33,8 @@ def reasons(found: Recommendation) -> str:
 def no_fit(way_out: Candidate | None, *, asked: Plan, strategies: Sequence[str], cluster: Cluster) -> str:
     """Say that nothing fits, and name the smallest change with which it would (`way_out`) as command-line options."""
     if way_out is None:
-        recomputes = LIMITS[asked.engine].why_not(Plan(engine=asked.engine, recompute="full")) is None
-        options = "--recompute full, --micro-batch 1" if recomputes else "--micro-batch 1"
-        return f"nothing fits; also not with {options} and 1,024 times the devices"
+        tried = "--recompute full, --reduce-dtype bf16, --micro-batch 1"
+        return f"nothing fits; also not with {tried} and 1,024 times the devices"
     return f"nothing fits; fits with {_changes(way_out, asked=asked, strategies=strategies, cluster=cluster)}"
 
 
@@ -125,8 +123,12 @@ def _changes(found: Candidate, *, asked: Plan, strategies: Sequence[str], cluste
         options.append(f"--precision {plan.precision}")
     if asked.micro_batch is not None and plan.micro_batch != asked.micro_batch:
         options.append(f"--micro-batch {plan.micro_batch}")
+    if plan.accumulate_reduced != asked.accumulate_reduced:
+        options.append("--accumulate-reduced")
     if plan.recompute != asked.recompute:
         options.append(f"--recompute {plan.recompute}")
+    if plan.reduce_dtype != asked.reduce_dtype:
+        options.append(f"--reduce-dtype {plan.reduce_dtype}")
     if plan.strategy not in strategies:
         options.append(f"--strategy {plan.strategy}")
     text = " ".join(options)

@@ -50,6 +50,13 @@ def test_what_a_model_made_on_the_device_leaves_is_used_by_ordinary_steps_and_gi
         assert here == elsewhere if capture == "on" else here < 0.97 * elsewhere
 
 
+@pytest.mark.parametrize("num_ranks", [1, 8])
+def test_graphs_of_units_keep_their_memory_from_gradients(num_ranks: int) -> None:
+    ordinary, units = (estimated(capture, num_ranks=num_ranks) for capture in ("off", "units"))
+    assert ordinary.reserved_bytes < units.reserved_bytes < 1.2 * ordinary.reserved_bytes
+    assert units.allocated_bytes == pytest.approx(ordinary.allocated_bytes, rel=0.02)
+
+
 def test_under_auto_ordinary_steps_are_predicted() -> None:
     assert estimated("auto") == estimated("off")
 

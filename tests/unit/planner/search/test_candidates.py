@@ -1,6 +1,4 @@
-"""The search: the most that fits, the meshes that are tried, and what would fit if nothing does."""
-
-from dataclasses import replace
+"""The search: the most that fits, the meshes that are tried, and the passes of a step."""
 
 import pytest
 from planned_specs import spec_for
@@ -10,7 +8,7 @@ from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.memory.peak import job_of
-from shardwise.planner.search.candidates import _refined, candidates, cost, largest_batch, meshes, way_out
+from shardwise.planner.search.candidates import _refined, candidates, cost, largest_batch, meshes
 from shardwise.planner.search.micro_batches import largest_fitting
 from shardwise.planner.traffic import sent_bytes
 from shardwise.sources import Source
@@ -87,55 +85,29 @@ def test_meshes_are_those_of_the_cluster() -> None:
             mesh.check_ranks(cluster.num_ranks)
 
 
-@pytest.mark.parametrize(
-    ("model", "cluster", "plan", "strategies", "changed"),
-    [
-        ("llama-3.1-8b", "8xh100-80gb", Plan(precision="bf16", micro_batch=1), ["ddp"], {"strategy"}),
-        ("llama-3.1-8b", "8xh100-80gb", Plan(precision="bf16", micro_batch=2), EVERY, {"recompute"}),
-        ("llama-3.1-8b", "8xh100-80gb", Plan(precision="bf16", micro_batch=64), EVERY, {"micro_batch"}),
-        ("llama-3.1-8b", "2xa100-40gb", Plan(precision="bf16", micro_batch=1), EVERY, {"devices", "recompute"}),
-        ("gpt2-124m", "8xh100-80gb", Plan(precision="fp32", micro_batch=64), EVERY, {"precision"}),
-    ],
-)
-def test_a_way_out_fits_and_changes_as_little_as_can_be(
-    model: str, cluster: str, plan: Plan, strategies: list[str], changed: set[str]
-) -> None:
-    source = Source(model)
-    found = way_out(source.spec_for, plan=plan, strategies=strategies, cluster=on(cluster), optimizer="adamw")
-    assert found is not None
-    assert found.fits == "yes"
-    differs = {
-        key for key in ("micro_batch", "recompute", "precision") if getattr(found.plan, key) != getattr(plan, key)
-    }
-    differs |= {"strategy"} if found.plan.strategy not in strategies else set()
-    differs |= {"devices"} if found.cluster.num_ranks != on(cluster).num_ranks else set()
-    assert differs == changed
-
-
-def test_the_smaller_micro_batch_of_a_way_out_is_the_largest_that_fits() -> None:
-    source, cluster = Source("llama-3.1-8b"), on("8xh100-80gb")
-    plan = Plan(precision="bf16", recompute="full", micro_batch=12)
-    found = way_out(source.spec_for, plan=plan, strategies=EVERY, cluster=cluster, optimizer="adamw")
-    assert found is not None
-    larger = replace(found.plan, micro_batch=found.batch + 1)
-    assert cost(source.spec_for(larger), plan=larger, cluster=cluster, optimizer="adamw").fits != "yes"
-    # Halving would have gone from 12 to 6.
-    assert found.batch == 7
-
-
-def test_torchs_engine_finds_no_way_out_that_it_cannot_run() -> None:
-    plan = Plan(precision="bf16", micro_batch=1, engine="torch")
-    strategies = ["ddp", "shard_grad_op", "fsdp"]
-    found = way_out(
-        Source("llama-3.1-8b").spec_for, plan=plan, strategies=strategies, cluster=on("8xa100-40gb"), optimizer="adamw"
+def test_several_passes_reduce_in_each_where_unsharded_gradients_do_not_fit() -> None:
+    """MPT-30B with 21 passes on 8 H100 ran under FSDP, which reduces in every pass."""
+    plan = Plan(precision="bf16", engine="torch", recompute="full", micro_batch=3, accumulate=21, reduce_dtype="bf16")
+    found = candidates(
+        Source("mpt-30b").spec_for,
+        plan=plan,
+        strategies=["ddp", "fsdp"],
+        cluster=on("8xh100-80gb"),
+        optimizer="adamw",
+        goal="throughput",
+        quick=True,
     )
-    assert found is None or (found.plan.recompute, found.plan.strategy) == ("none", "fsdp")
-
-
-def test_what_cannot_fit_has_no_way_out() -> None:
-    source = Source("params:900t")
-    plan = Plan(precision="bf16", micro_batch=1)
-    assert way_out(source.spec_for, plan=plan, strategies=EVERY, cluster=on("1xl4"), optimizer="adamw") is None
+    assert [(one.plan.accumulate_reduced, one.fits) for one in found] == [(False, "no"), (True, "yes")]
+    small = candidates(
+        Source("mpt-125m").spec_for,
+        plan=plan,
+        strategies=["fsdp"],
+        cluster=on("8xh100-80gb"),
+        optimizer="adamw",
+        goal="throughput",
+        quick=True,
+    )
+    assert [(one.plan.accumulate_reduced, one.fits) for one in small] == [(False, "yes")]
 
 
 def test_ddp_sends_twice_and_fsdp_three_times_its_gradients() -> None:

@@ -6,19 +6,28 @@ import pytest
 
 from shardwise.hardware import cluster_of
 from shardwise.hardware.calibration import shipped_calibration
+from shardwise.hardware.software import software_of
 from shardwise.plan import Plan
+from shardwise.planner.systems import system_of
 from shardwise.planner.time.band import TimeBand, time_band
 
 PLAN = Plan()
 
 
-def band(cluster: str, *, plan: Plan = PLAN, host_share: float = 0.1, foreign: str = "") -> float:
-    return time_band(plan=plan, cluster=cluster_of(cluster), host_share=host_share, foreign=foreign).value
+def band(cluster: str, *, plan: Plan = PLAN, host_share: float = 0.1, system: str = "") -> float:
+    return time_band(plan=plan, cluster=cluster_of(cluster), host_share=host_share, system=system_of(system)).value
 
 
 def test_the_less_is_known_of_a_device_the_wider_the_band() -> None:
-    calibrated, same, other, new = (band(f"8x{kind}") for kind in ("h200", "h100", "a100", "mi300x"))
-    assert calibrated < same < other < new
+    kinds = ("h200", "h100", "a100", "rtx-3090", "b200")
+    calibrated, same, other, new, unseen = (band(f"8x{kind}") for kind in kinds)
+    assert calibrated < same < other < new < unseen
+
+
+def test_a_calibrated_device_with_other_kernels_is_not_calibrated() -> None:
+    cluster = cluster_of("8xh200")
+    old = replace(cluster, device=replace(cluster.device, software=software_of("2023")))
+    assert time_band(plan=PLAN, cluster=old, host_share=0.1).value == band("8xh100")
 
 
 @pytest.mark.parametrize(
@@ -27,7 +36,7 @@ def test_the_less_is_known_of_a_device_the_wider_the_band() -> None:
         {"cluster": "2x8xa100"},
         {"cluster": "8xa100", "plan": replace(PLAN, compile="inductor")},
         {"cluster": "8xa100", "host_share": 0.95},
-        {"cluster": "8xa100", "foreign": "deepspeed"},
+        {"cluster": "8xa100", "system": "deepspeed"},
     ],
 )
 def test_whatever_is_less_sure_widens_it(options: dict[str, object]) -> None:

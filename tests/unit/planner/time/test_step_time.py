@@ -6,12 +6,12 @@ from itertools import pairwise
 import pytest
 from planned_specs import spec_for
 
-from shardwise.errors import UnknownName
 from shardwise.hardware import cluster_of
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.memory.peak import job_of
+from shardwise.planner.systems import OWN, system_of
 from shardwise.planner.time.step_time import (
     TimeEstimate,
     _prepare,
@@ -22,7 +22,7 @@ from shardwise.planner.time.step_time import (
     why_not_timed,
 )
 from shardwise.planner.traffic import sent_bytes
-from shardwise.spec import UnitSpec
+from shardwise.spec import ROOT, UnitSpec
 
 FULL = Plan(precision="bf16", recompute="full")
 SPEC = spec_for("gpt2-1.5b", FULL, Plan(precision="bf16", strategy="ddp", engine="torch"))
@@ -155,6 +155,16 @@ def test_recomputation_costs_a_forward() -> None:
     assert again.mfu < plain.mfu
 
 
+def test_graphs_of_units_cost_the_cpu_the_operations_of_the_program_and_a_call_each() -> None:
+    small = plan_of("fsdp", micro_batch=1)
+    plain, units, captured = timed(small), timed(replace(small, capture="units")), timed(replace(small, capture="on"))
+    assert captured.cpu_seconds < units.cpu_seconds < 0.6 * plain.cpu_seconds
+    assert captured.step_seconds <= units.step_seconds < plain.step_seconds
+    # The units that are left out run as without graphs.
+    rest = timed(replace(small, capture="units", uncaptured=("blocks.*",)))
+    assert rest.cpu_seconds == pytest.approx(plain.cpu_seconds, rel=0.02)
+
+
 def test_a_captured_step_costs_the_cpu_next_to_nothing() -> None:
     small = plan_of("ddp", micro_batch=1)
     plain, captured = timed(small), timed(replace(small, capture=True))
@@ -214,16 +224,45 @@ def test_a_bf16_model_that_keeps_its_own_dtypes_is_timed_as_bf16() -> None:
     assert 0.8 < native.step_seconds / timed(plan_of("ddp")).step_seconds <= 1.0
 
 
+def test_a_quantised_base_is_multiplied_in_the_dtype_that_it_is_unpacked_to() -> None:
+    """Its packed bytes are most of the parameters, and say nothing of the products."""
+
+    def packed(unit: UnitSpec) -> UnitSpec:
+        return replace(unit, params=tuple(replace(one, dtype="uint8", trainable=False) for one in unit.params))
+
+    units = (unit if unit.name == ROOT else packed(unit) for unit in SPEC.units)
+    quantised = replace(SPEC, units=tuple(units), traces=tuple(one for one in SPEC.traces if one.computes_in == "bf16"))
+    quantised = replace(quantised, traces=tuple(replace(one, computes_in="native") for one in quantised.traces))
+    plan = plan_of("fsdp", precision="native")
+    job = job_of(quantised, plan=plan, num_ranks=8, optimizer="adamw", device="cuda")
+    assert job.precision == "bf16"
+
+
 def test_deepspeed_takes_longer_the_more_it_shards() -> None:
     strategies = ("zero1", "zero2", "fsdp")
     cluster = cluster_of("16xv100-32gb")
     found = []
     for strategy in strategies:
         plan = Plan(strategy=strategy, precision="bf16", recompute="full", micro_batch=1)
-        one = estimate_time(SPEC, plan=plan, cluster=cluster, foreign="deepspeed")
+        one = estimate_time(SPEC, plan=plan, cluster=cluster, system=system_of("deepspeed"))
         assert one is not None
         found.append(one.step_seconds)
     assert found[0] * 1.05 < found[1]
     assert found[1] * 1.5 < found[2]
-    with pytest.raises(UnknownName, match="deepspeed"):
-        estimate_time(SPEC, plan=plan, cluster=cluster, foreign="megatron")
+
+
+def test_communication_that_nothing_overlaps_takes_its_whole_time() -> None:
+    """Over nodes, ZeRO-1's gathers of updated parameters are exposed; with no overlap at all, reductions too."""
+    plan = Plan(strategy="zero1", precision="bf16", recompute="full", micro_batch=4)
+    cluster = cluster_of("4x8xh100-80gb@ib-2x100")
+    found = [
+        estimate_time(SPEC, plan=plan, cluster=cluster, system=replace(OWN, overlap=overlap))
+        for overlap in ("all", "gradients", "none")
+    ]
+    seconds = [one.step_seconds for one in found if one is not None]
+    exposed = [one.exposed_comm_seconds for one in found if one is not None]
+    assert seconds[0] < seconds[1] < seconds[2]
+    assert exposed[0] < exposed[1] < exposed[2]
+    last = found[2]
+    assert last is not None
+    assert last.exposed_comm_seconds == pytest.approx(last.comm_seconds, rel=0.01)

@@ -136,6 +136,11 @@ ASKED = Plan(precision="fp32", micro_batch=8)
             "8xh100-80gb",
             "--micro-batch 2 --recompute full --strategy fsdp",
         ),
+        (
+            replace(ASKED, strategy="ddp", accumulate=4, accumulate_reduced=True, reduce_dtype="bf16"),
+            "8xh100-80gb",
+            "--accumulate-reduced --reduce-dtype bf16",
+        ),
         (replace(ASKED, strategy="ddp"), "32xh100-80gb", "32 devices"),
         (replace(ASKED, strategy="ddp", recompute="full"), "32xh100-80gb", "32 devices and --recompute full"),
     ],
@@ -154,10 +159,8 @@ def test_a_micro_batch_that_nobody_asked_for_is_not_an_option(found: dict[str, C
 
 
 def test_without_a_way_out_it_says_what_was_tried() -> None:
-    text = "nothing fits; also not with --recompute full, --micro-batch 1 and 1,024 times the devices"
-    assert no_fit(None, asked=Plan(), strategies=EVERY, cluster=CLUSTER) == text
-    torch = no_fit(None, asked=Plan(engine="torch"), strategies=["ddp"], cluster=CLUSTER)
-    assert torch == "nothing fits; also not with --micro-batch 1 and 1,024 times the devices"
+    tried = "--recompute full, --reduce-dtype bf16, --micro-batch 1 and 1,024 times the devices"
+    assert no_fit(None, asked=Plan(), strategies=EVERY, cluster=CLUSTER) == f"nothing fits; also not with {tried}"
 
 
 def test_a_mesh_of_two_axes_is_named(found: dict[str, Candidate]) -> None:

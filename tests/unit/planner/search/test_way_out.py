@@ -1,0 +1,78 @@
+"""What would fit if nothing does: other plans first, then smaller batches, then more devices."""
+
+from dataclasses import replace
+
+import pytest
+
+from shardwise.hardware import Cluster, cluster_of
+from shardwise.plan import Plan
+from shardwise.plan.placement import STRATEGIES
+from shardwise.planner.search.candidates import cost
+from shardwise.planner.search.way_out import way_out
+from shardwise.sources import Source
+
+EVERY = list(STRATEGIES)
+
+
+def on(name: str) -> Cluster:
+    return cluster_of(name)
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "plan", "strategies", "changed"),
+    [
+        ("llama-3.1-8b", "8xh100-80gb", Plan(precision="bf16", micro_batch=1), ["ddp"], {"strategy"}),
+        ("llama-3.1-8b", "8xh100-80gb", Plan(precision="bf16", micro_batch=2), EVERY, {"recompute"}),
+        ("llama-3.1-8b", "8xh100-80gb", Plan(precision="bf16", micro_batch=64), EVERY, {"micro_batch"}),
+        ("llama-3.1-8b", "2xa100-40gb", Plan(precision="bf16", micro_batch=1), EVERY, {"devices", "recompute"}),
+        ("gpt2-124m", "8xh100-80gb", Plan(precision="fp32", micro_batch=64), EVERY, {"precision"}),
+    ],
+)
+def test_a_way_out_fits_and_changes_as_little_as_can_be(
+    model: str, cluster: str, plan: Plan, strategies: list[str], changed: set[str]
+) -> None:
+    source = Source(model)
+    found = way_out(source.spec_for, plan=plan, strategies=strategies, cluster=on(cluster), optimizer="adamw")
+    assert found is not None
+    assert found.fits == "yes"
+    differs = {
+        key for key in ("micro_batch", "recompute", "precision") if getattr(found.plan, key) != getattr(plan, key)
+    }
+    differs |= {"strategy"} if found.plan.strategy not in strategies else set()
+    differs |= {"devices"} if found.cluster.num_ranks != on(cluster).num_ranks else set()
+    assert differs == changed
+
+
+def test_the_smaller_micro_batch_of_a_way_out_is_the_largest_that_fits() -> None:
+    source, cluster = Source("llama-3.1-8b"), on("8xh100-80gb")
+    plan = Plan(precision="bf16", recompute="full", micro_batch=12)
+    found = way_out(source.spec_for, plan=plan, strategies=EVERY, cluster=cluster, optimizer="adamw")
+    assert found is not None
+    larger = replace(found.plan, micro_batch=found.batch + 1)
+    assert cost(source.spec_for(larger), plan=larger, cluster=cluster, optimizer="adamw").fits != "yes"
+    # Halving would have gone from 12 to 6.
+    assert found.batch == 7
+
+
+def test_torchs_engine_may_recompute_in_the_model() -> None:
+    plan = Plan(precision="bf16", micro_batch=1, engine="torch")
+    strategies = ["ddp", "shard_grad_op", "fsdp"]
+    found = way_out(
+        Source("llama-3.1-8b").spec_for, plan=plan, strategies=strategies, cluster=on("8xa100-40gb"), optimizer="adamw"
+    )
+    assert found is not None
+    assert (found.plan.recompute, found.plan.strategy, found.plan.engine) == ("full", "fsdp", "torch")
+
+
+def test_gradients_in_16_bits_are_a_way_out_before_more_devices() -> None:
+    plan = Plan(precision="bf16", micro_batch=1, recompute="full", engine="torch")
+    source = Source("llama-3.1-405b", seq=4096)
+    found = way_out(source.spec_for, plan=plan, strategies=["fsdp"], cluster=on("64x8xh100-80gb"), optimizer="adamw")
+    assert found is not None
+    assert (found.plan.reduce_dtype, found.cluster.num_ranks) == ("bf16", 512)
+
+
+def test_what_cannot_fit_has_no_way_out() -> None:
+    source = Source("params:900t")
+    plan = Plan(precision="bf16", micro_batch=1)
+    assert way_out(source.spec_for, plan=plan, strategies=EVERY, cluster=on("1xl4"), optimizer="adamw") is None
