@@ -162,8 +162,14 @@ def probed(_: Path) -> str:
     return "\n".join(fit_overhead.report(fit_overhead.check_shipped()))
 
 
-def compared(_: Path) -> str:
-    return "\n".join(estimators.table(estimators.chosen_rows(MEMORY)))
+def compared(folder: Path) -> str:
+    measured = estimators.errors(estimators.measured_rows(), estimators.ESTIMATORS)
+    published = estimators.published_errors(folder)
+    lines = [
+        *("Measured on one H200, both engines:", "", *estimators.summary(list(measured))),
+        *("", "Published peaks (LoRA, and one 3B model):", "", *estimators.summary(list(published)), ""),
+    ]
+    return "\n".join([*lines, *estimators.table(estimators.chosen_rows())])
 
 
 def speed(_: Path) -> str:
