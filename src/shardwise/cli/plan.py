@@ -30,6 +30,9 @@ def plan(
         str | None, Argument(help="A catalogue name, hf:DIR, timm:NAME, params:60b or python:FILE.py:function.")
     ] = None,
     cluster: Annotated[str | None, Option(help="8xh100-80gb, 16x8xa100-40gb@ib-8x200, or a TOML file.")] = None,
+    fabric_gbps: Annotated[
+        float | None, Option(min=0.1, help="Gb/s of each node's network, all ports together (default: of the cluster).")
+    ] = None,
     strategy: Annotated[
         str | None, Option(help=f"{', '.join(STRATEGIES)}, all (default), or auto (chosen for each unit).")
     ] = None,
@@ -131,7 +134,14 @@ def plan(
     from shardwise.plan import Plan
 
     kernels = SoftwareOptions(preset=software, attention=attention, matmul=matmul, norms=norms)
-    where = planned_cluster(cluster, devices=devices, software=kernels, matmul_precision=matmul_precision, here=here)
+    where = planned_cluster(
+        cluster,
+        devices=devices,
+        software=kernels,
+        matmul_precision=matmul_precision,
+        here=here,
+        fabric_gbps=fabric_gbps,
+    )
     way, ways = parse_recompute(recompute)
     chosen = system_settings(
         like, engine=engine, strategy=strategy, precision=precision, reduce_dtype=reduce_dtype,

@@ -19,6 +19,7 @@ from shardwise.planner.search.scale import Scaled, scaling
 from shardwise.planner.search.training_cost import TrainingCost, training_cost
 from shardwise.planner.search.way_out import way_out
 from shardwise.planner.systems import OWN, System
+from shardwise.planner.time.fabric_range import needed_bytes_per_s
 from shardwise.planner.time.step_time import timeline
 from shardwise.report.text.verdict import no_fit, reasons
 from shardwise.sources import Source
@@ -53,6 +54,7 @@ class PlanAnswer:
 
     found           the rows of the table; `recommendation.index` is one of them
     fits            whether any of them fits
+    needed_bytes_per_s    bandwidth of a node below which communication bounds the recommended plan; None for one node
     captured        the recommended plan in CUDA graphs, as `shardwise train` runs it by default; None unless that is
                     clearly faster
     captured_units  the same with units as CUDA graphs, as an ordinary loop runs it by default
@@ -64,6 +66,7 @@ class PlanAnswer:
     recommendation: Recommendation
     why: str
     fits: bool
+    needed_bytes_per_s: float | None
     captured: Candidate | None
     captured_units: Candidate | None
     compiled: Candidate | None
@@ -106,6 +109,7 @@ def answer(question: PlanQuestion) -> PlanAnswer:
         recommendation=chosen,
         why=why,
         fits=chosen.reason is not Reason.NOTHING_FITS,
+        needed_bytes_per_s=_needed(question, chosen.best),
         captured=_captured(question, chosen.best, capture="on"),
         captured_units=_captured(question, chosen.best, capture="units"),
         compiled=_compiled(question, chosen.best),
@@ -166,6 +170,18 @@ def _clearly_faster(question: PlanQuestion, plan: Plan, *, than: Candidate) -> C
     if found.time is None or than.time is None:
         return None
     return found if found.time.step_seconds < _CLEARLY_FASTER * than.time.step_seconds else None
+
+
+def _needed(question: PlanQuestion, best: Candidate | None) -> float | None:
+    if best is None or best.time is None or best.cluster.num_nodes == 1:
+        return None
+    return needed_bytes_per_s(
+        question.source.spec_for(best.plan),
+        plan=best.plan,
+        cluster=best.cluster,
+        optimizer=question.optimizer,
+        system=question.system,
+    )
 
 
 def _scaling(question: PlanQuestion, *, found: list[Candidate], cluster: Cluster) -> list[Scaled] | None:

@@ -69,9 +69,16 @@ def parse_recompute(text: str) -> tuple[str, dict[str, str]]:
 
 
 def planned_cluster(
-    text: str, *, devices: Path | None, software: "SoftwareOptions", matmul_precision: str | None, here: bool
+    text: str,
+    *,
+    devices: Path | None,
+    software: "SoftwareOptions",
+    matmul_precision: str | None,
+    here: bool,
+    fabric_gbps: float | None = None,
 ) -> "Cluster":
     from shardwise.hardware import cluster_of
+    from shardwise.hardware.cluster import plain_fabric
     from shardwise.hardware.cluster_file import read_cluster_file
     from shardwise.hardware.host_here import probed_cluster
 
@@ -85,6 +92,10 @@ def planned_cluster(
         matmul_precision=matmul_precision or cluster.device.matmul_precision,
     )
     cluster = replace(cluster, device=device)
+    if fabric_gbps is not None:
+        if cluster.num_nodes == 1:
+            raise InvalidPlan(f"--fabric-gbps {fabric_gbps:g}: {cluster} is one node; say how many: 2x{cluster}")
+        cluster = replace(cluster, fabric=plain_fabric(fabric_gbps), assumes_fabric=False)
     return probed_cluster(cluster) if here else cluster
 
 

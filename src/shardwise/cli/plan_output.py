@@ -6,6 +6,7 @@ from typing import Any
 from shardwise.cli.plan_answer import PlanAnswer
 from shardwise.hardware.software import CURRENT
 from shardwise.planner.memory.states import needs_whole_matrices
+from shardwise.planner.search.candidates import Candidate
 from shardwise.planner.time.step_time import why_not_timed
 from shardwise.report.text.budgets import frontier_data, frontier_table, training_data, training_table
 from shardwise.report.text.category_bars import legend
@@ -25,6 +26,10 @@ def as_data(shown: PlanAnswer) -> dict[str, Any]:
         "cluster": str(shown.found[0].cluster),
         "recommended": shown.recommendation.index,
         "why": shown.why,
+        "fabric": {
+            "assumed": shown.found[0].cluster.assumes_fabric,
+            "needed_bytes_per_s": shown.needed_bytes_per_s,
+        },
         "software": str(shown.found[0].cluster.device.software),
         "like": shown.question.like or None,
         "host": "probed" if shown.found[0].cluster.device.host is not None else "assumed",
@@ -80,6 +85,7 @@ def _remarks(shown: PlanAnswer) -> Iterator[str]:
     if not first.memory.activations_known:
         yield "States only: activations are unknown and not included."
     yield verdict(shown.recommendation, why=shown.why)
+    best_or_first = shown.recommendation.best or first
     reduced = [one.name for one in shown.found if one.plan.accumulate_reduced]
     if reduced and not shown.question.plan.accumulate_reduced:
         names = ", ".join(dict.fromkeys(reduced))
@@ -87,13 +93,17 @@ def _remarks(shown: PlanAnswer) -> Iterator[str]:
     hardly_cut = why_hardly_cut(shown.question.source.spec_for(first.plan), units=first.plan.units)
     if hardly_cut:
         yield f"Note: {hardly_cut}."
+    totals = (best_or_first.memory.allocated_bytes, best_or_first.memory.reserved_bytes)
+    tensors, reserved = (fixed_text(total, unit=GIB) for total in totals)
+    yield f"GiB is the peak on the device; of {best_or_first.name} {tensors} are allocated, {reserved} reserved."
     fits = f"fits means peak + {first.memory_band:.0%} ≤ capacity; " if first.capacity_bytes else ""
     unknown = why_not_timed(shown.question.source.spec_for(first.plan), plan=first.plan, cluster=first.cluster)
-    shown_first = shown.recommendation.best or first
-    time = f"times {shown_first.time_band}; comm = exposed communication"
+    time = f"times {best_or_first.time_band}; comm = exposed communication"
     yield f"Predicted, not measured; {fits}{f'time is not predicted: {unknown}' if unknown else time}."
     if unknown is None and needs_whole_matrices(shown.question.optimizer):
         yield "The time of Muon's update is computed from its matrix products; it was not compared with measurements."
+    if unknown is None and best_or_first.cluster.num_nodes > 1:
+        yield _fabric_line(shown, best_or_first)
     software = first.cluster.device.software
     if unknown is None and software != CURRENT and first.cluster.device.calibration is None:
         yield f"Kernels: {software}."
@@ -124,3 +134,21 @@ def _remarks(shown: PlanAnswer) -> Iterator[str]:
             "Scaling: a strategy keeps its micro-batch, so the global batch grows. Includes the wait for the slowest "
             "node; excludes allocator overhead and network congestion."
         )
+
+
+def _fabric_line(shown: PlanAnswer, candidate: Candidate) -> str:
+    """Say what the network is taken to be, what it must be, and what a slower one would mean."""
+    fabric = candidate.cluster.fabric
+    assert fabric is not None
+    has = f"{fabric.bytes_per_s * 8e-9:,.0f} Gb/s per node"
+    given = (
+        f"Fabric assumed: {fabric} ({has}), that of the maker's own machine"
+        if (candidate.cluster.assumes_fabric)
+        else f"Fabric: {fabric} ({has})"
+    )
+    needed = shown.needed_bytes_per_s
+    bound = f"below {needed * 8e-9:,.0f} Gb/s communication bounds the step" if needed else "any is fast enough"
+    if candidate.slow_seconds is None or candidate.time is None:
+        return f"{given}; {bound}."
+    slow = f"with a quarter of it the step takes {step_seconds_text(candidate.slow_seconds)} s"
+    return f"{given}; {bound}; {slow}. --fabric-gbps sets it."

@@ -14,6 +14,7 @@ from shardwise.errors import InvalidCluster
 from shardwise.files.keys import check_keys, key
 from shardwise.hardware.device import Device, device_of
 from shardwise.hardware.link import Fabric, Link, link_of, port_of
+from shardwise.hardware.sourced import Sourced
 
 _EXAMPLE = "8xh100-80gb or 16x8xh100-80gb@ib-8x400"
 # A longer count is a typing error, and must not be allocated.
@@ -26,6 +27,7 @@ class Cluster:
 
     link     between the devices of a node; None if unknown
     fabric   between nodes; None for one node
+    assumes_fabric   whether that is the device's usual one, because none was given
     """
 
     num_nodes: int = key(1, "machines", least=1)
@@ -33,6 +35,7 @@ class Cluster:
     device: Device
     link: Link | None = None
     fabric: Fabric | None = None
+    assumes_fabric: bool = False
 
     def __post_init__(self) -> None:
         check_keys(self, error=InvalidCluster)
@@ -61,9 +64,23 @@ def make_cluster(
     """Return a cluster with the device's own link and, for several nodes, its usual fabric, unless they are given."""
     if link is None and device.link is not None:
         link = link_of(device.link.value)
-    if fabric is None and num_nodes > 1 and device.nic is not None:
+    is_assumed = fabric is None and num_nodes > 1 and device.nic is not None
+    if is_assumed and device.nic is not None:
         fabric = Fabric(link=port_of(device.nic.value), num_links=devices_per_node)
-    return Cluster(num_nodes=num_nodes, devices_per_node=devices_per_node, device=device, link=link, fabric=fabric)
+    return Cluster(
+        num_nodes=num_nodes,
+        devices_per_node=devices_per_node,
+        device=device,
+        link=link,
+        fabric=fabric,
+        assumes_fabric=is_assumed,
+    )
+
+
+def plain_fabric(gigabits_per_s: float) -> Fabric:
+    """Return a fabric of which only the Gb/s of a node are known."""
+    speed = Sourced(value=gigabits_per_s * 1e9 / 8, source="given", kind="measured")
+    return Fabric(link=Link(name=f"{gigabits_per_s:g}-gbps", bytes_per_s=speed, between_nodes=True))
 
 
 def fabric_of(text: str) -> Fabric:

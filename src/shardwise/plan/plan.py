@@ -162,12 +162,15 @@ class Plan:
         return "none" if self.compile == AUTO else self.compile
 
     def compiles(self, unit_name: str) -> bool:
-        """Return whether a unit is compiled. The root, which contains all other units, and selective recompute are not.
+        """Return whether a unit is compiled. The root, which contains all other units, is not.
 
-        Selective recompute runs under a dispatch mode, under which torch.compile compiles nothing. But code that was
-        compiled for another unit of the same class would run there, and keep that unit's tensors.
+        Nor is selective recompute on our engine: it runs under a dispatch mode, under which torch.compile compiles
+        nothing. But code that was compiled for another unit of the same class would run there, and keep that unit's
+        tensors. On torch's engine the model recomputes by itself, inside of what is compiled.
         """
-        return self.compiler != "none" and unit_name != "(root)" and self.recompute_of(unit_name) != "selective"
+        if self.compiler == "none" or unit_name == "(root)":
+            return False
+        return self.engine == "torch" or self.recompute_of(unit_name) != "selective"
 
     @property
     def captures(self) -> bool:

@@ -3,6 +3,7 @@
 job.py             one plan of one model, in which a few units stand for many equal ones (fold.py)
 engine_model.py    models of the engines: ours, torch's DDP, torch's fully_shard
 overhead.py        an engine's own costs: CPU time and copies
+systems.py         other training systems: their settings, and what they add
 ways.py            the traces that a plan needs
 trace_order.py     moves the program's cursor through a step in the order of the trace
 
@@ -21,10 +22,13 @@ time/time_executor.py   an operation of the program → instructions for the que
 time/instructions.py    the rows of a step → its schedule
 time/queues.py          four queues and their waits
 time/step_time.py       `estimate_time`: the time of one plan and batch
+time/straggler.py       the wait for the slowest node
+time/fabric_range.py    a step over another fabric, and the bandwidth that it needs
 
 traffic.py              the bytes that a rank sends in a step
 search/candidates.py    plans for a cluster, each at its best batch
 search/recommend.py     the recommended plan, and why
+search/way_out.py       the smallest change that fits, if nothing does
 search/scale.py         the best plan on 8 to 16,384 devices
 search/auto.py          `strategy = "auto"`: a request and a budget → one plan
 search/solver.py, climb.py      the search: mixtures of two choices, then unit by unit

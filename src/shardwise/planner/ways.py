@@ -11,9 +11,12 @@ def is_compiled(plan: Plan, *, unit: str) -> bool:
 
 
 def memory_way(plan: Plan, *, unit: str) -> str:
-    """Return the `recompute` of the trace with a unit's allocations."""
+    """Return the `recompute` of the trace with a unit's allocations.
+
+    What a unit keeps that recomputes selectively is the same if it is compiled: the outputs of products and attention.
+    """
     recompute = plan.recompute_of(unit)
-    return COMPILED[recompute] if is_compiled(plan, unit=unit) else recompute
+    return COMPILED.get(recompute, recompute) if is_compiled(plan, unit=unit) else recompute
 
 
 def traced_ways(spec: ModelSpec, *, plan: Plan) -> list[str]:

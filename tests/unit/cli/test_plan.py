@@ -28,16 +28,8 @@ def as_json(capfd: pytest.CaptureFixture[str], *arguments: str) -> Any:
 def test_the_json_is_the_contract(capfd: pytest.CaptureFixture[str]) -> None:
     data = as_json(capfd, "gpt2-124m", "--cluster", "8xh100-80gb")
     assert set(data) == {
-        "model",
-        "cluster",
-        "recommended",
-        "why",
-        "like",
-        "software",
-        "host",
-        "candidates",
-        "captured",
-        "compiled",
+        *("model", "cluster", "recommended", "why", "like", "fabric", "software", "host", "candidates"),
+        *("captured", "compiled"),
     }
     assert [candidate["strategy"] for candidate in data["candidates"]] == list(STRATEGIES)
     assert data["candidates"][data["recommended"]]["strategy"] == "ddp"
@@ -372,6 +364,26 @@ def test_torchs_engine_has_the_usual_loss(capfd: pytest.CaptureFixture[str]) -> 
     for model, loss, message in (("resnet18", "usual", "has a loss of its own"), ("gpt-tiny", "less", "unknown loss")):
         assert run(model, "--cluster", "8xh100-80gb", "--loss", loss) == 2
         assert message in capfd.readouterr().err
+
+
+def test_an_assumed_fabric_is_named_and_widens_the_band(capfd: pytest.CaptureFixture[str]) -> None:
+    options = ("llama-2-7b", "--strategy", "fsdp", "--mesh", "1x64", "--seq", "2048", "--micro-batch", "1")
+    assumed = as_json(capfd, *options, "--cluster", "8x8xa100-80gb")
+    given = as_json(capfd, *options, "--cluster", "8x8xa100-80gb@ib-8x200")
+    slow = as_json(capfd, *options, "--cluster", "8x8xa100-80gb", "--fabric-gbps", "496")
+    assert (assumed["fabric"]["assumed"], given["fabric"]["assumed"]) == (True, False)
+    (one,), (two,), (three,) = (data["candidates"] for data in (assumed, given, slow))
+    assert one["step_seconds"] == two["step_seconds"]
+    assert one["error_band"]["time"] > 2 * two["error_band"]["time"]
+    low, high = one["step_seconds_range"]
+    assert low < one["step_seconds"] < three["step_seconds"] < high
+    assert 496e9 / 8 < assumed["fabric"]["needed_bytes_per_s"] < 8 * 25e9
+    assert run(*options, "--cluster", "8x8xa100-80gb") == 0
+    shown = capfd.readouterr().out
+    assert "Fabric assumed: ib-8x200 (1,600 Gb/s per node)" in shown
+    assert "the fabric is assumed)" in shown
+    assert run("gpt2-124m", "--cluster", "8xa100-80gb", "--fabric-gbps", "400") == 2
+    assert "8xa100-80gb is one node" in capfd.readouterr().err
 
 
 def test_auto_is_a_row_of_its_own_and_is_saved(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from shardwise.planner.memory.peak import MemoryEstimate, estimate, job_of
 from shardwise.planner.search.micro_batches import MicroBatches, largest_fitting, micro_batches_of
 from shardwise.planner.systems import OWN, System
 from shardwise.planner.time.band import TimeBand, time_band
+from shardwise.planner.time.fabric_range import over_slower_fabric
 from shardwise.planner.time.step_time import TimeEstimate, estimate_time
 from shardwise.planner.traffic import sent_bytes
 from shardwise.spec import ModelSpec
@@ -26,6 +27,7 @@ class Candidate:
     """A plan with its cost on a cluster. `fits` is yes, tight (within the error band), no, or unknown.
 
     `time` is None if it cannot be predicted (step_time.why_not_timed). `label`: its name, if not the strategy's.
+    `slow_seconds`: of a step over the slowest fabric that an assumed one stands for (fabric_range.py).
     """
 
     plan: Plan
@@ -37,6 +39,7 @@ class Candidate:
     sent_bytes: int
     system: System = OWN
     label: str = ""
+    slow_seconds: float | None = None
 
     @property
     def name(self) -> str:
@@ -69,7 +72,10 @@ class Candidate:
     @property
     def time_band(self) -> TimeBand:
         host_share = self.time.cpu_seconds / self.time.step_seconds if self.time is not None else 0.0
-        return time_band(plan=self.plan, cluster=self.cluster, host_share=host_share, system=self.system)
+        slower = 0.0
+        if self.time is not None and self.slow_seconds is not None:
+            slower = max(self.slow_seconds / self.time.step_seconds - 1, 0.0)
+        return time_band(plan=self.plan, cluster=self.cluster, host_share=host_share, system=self.system, slower=slower)
 
 
 def capacity_bytes(cluster: Cluster) -> int | None:
@@ -88,15 +94,17 @@ def cost(
         # If its tensors alone do not fit, the allocator's model need not be run.
         memory = _memory(spec, plan=plan, cluster=cluster, optimizer=optimizer, system=system)
     job = job_of(spec, plan=plan, num_ranks=cluster.num_ranks, optimizer=optimizer, device=cluster.device.torch_type)
+    how = {"plan": plan, "cluster": cluster, "optimizer": optimizer, "system": system}
     return Candidate(
         plan=plan,
         cluster=cluster,
         memory=memory,
-        time=estimate_time(spec, plan=plan, cluster=cluster, optimizer=optimizer, system=system),
+        time=estimate_time(spec, **how),  # type: ignore[arg-type]
         fits=_fits(memory.device_bytes, plan=plan, cluster=cluster),
         seq=spec.seq,
         sent_bytes=sent_bytes(job),
         system=system,
+        slow_seconds=None if quick else over_slower_fabric(spec, **how),  # type: ignore[arg-type]
     )
 
 

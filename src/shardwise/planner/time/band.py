@@ -50,23 +50,40 @@ HOST_BOUND = 0.9
 
 @dataclass(frozen=True, slots=True)
 class TimeBand:
-    """`facts`: its parts, the widest first."""
+    """`facts`: its parts, the widest first. `slower`: how much longer a step is over the slowest fabric that an assumed
+    one stands for, as a share of it.
+    """
 
     facts: tuple[str, ...]
+    slower: float = 0.0
 
     @property
     def value(self) -> float:
+        """The larger of the two sides."""
+        return self.upper
+
+    @property
+    def lower(self) -> float:
         return hypot(*(PARTS[fact] for fact in self.facts))
 
+    @property
+    def upper(self) -> float:
+        return (1 + self.lower) * (1 + self.slower) - 1
+
     def __str__(self) -> str:
-        return f"± {self.value:.0%} ({', '.join(self.facts)})"
+        if round(100 * self.upper) == round(100 * self.lower):
+            return f"± {self.lower:.0%} ({', '.join(self.facts)})"
+        return f"-{self.lower:.0%} to +{self.upper:.0%} ({', '.join(self.facts)}, the fabric is assumed)"
 
 
-def time_band(*, plan: Plan, cluster: Cluster, host_share: float, system: System = OWN) -> TimeBand:
+def time_band(
+    *, plan: Plan, cluster: Cluster, host_share: float, system: System = OWN, slower: float = 0.0
+) -> TimeBand:
     """Return the band of a plan on a cluster.
 
     host_share   the CPU's time to issue the step, as a share of the step
     system       the one that runs it
+    slower       see TimeBand
     """
     facts = [kernels_fact(cluster.device)]
     if cluster.num_nodes > 1:
@@ -79,7 +96,7 @@ def time_band(*, plan: Plan, cluster: Cluster, host_share: float, system: System
         facts.append(HOST_MEASURED if is_known else HOST)
     if system.is_foreign:
         facts.append(FOREIGN)
-    return TimeBand(tuple(sorted(facts, key=lambda fact: -PARTS[fact])))
+    return TimeBand(tuple(sorted(facts, key=lambda fact: -PARTS[fact])), slower=slower)
 
 
 def kernels_fact(device: Device) -> str:

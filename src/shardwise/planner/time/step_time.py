@@ -10,12 +10,12 @@ from shardwise.planner.job import Job
 from shardwise.planner.memory.peak import job_of
 from shardwise.planner.overhead import GRAPH_LAUNCH_SECONDS, HOST_SLOWDOWN, SLOWDOWN, UNIT_GRAPH_SECONDS
 from shardwise.planner.systems import OWN, System
-from shardwise.planner.time.collective import can_link, rings_of
+from shardwise.planner.time.collective import Rings, can_link, rings_of
 from shardwise.planner.time.compute import can_time
 from shardwise.planner.time.instructions import Schedule, schedule_of
 from shardwise.planner.time.pieces import Pieces, timed_pieces
 from shardwise.planner.time.queues import Queues, WorkSeconds
-from shardwise.planner.time.straggler import straggler_share
+from shardwise.planner.time.straggler import straggler_seconds
 from shardwise.spec import ROOT, ModelSpec
 from shardwise.spec.step import IN_UNIT
 from shardwise.vocabulary.span import Span
@@ -80,7 +80,7 @@ def estimate_time(
     prepared = _prepare(spec, plan=plan, cluster=cluster, optimizer=optimizer, clips=clips, overlap=system.overlap)
     queues, alone, cpu_seconds = _steady(prepared, batch=plan.micro_batch)
     alone += sum(len(unit.params) for unit in spec.units) * system.tensor_seconds.get(plan.strategy, 0.0)
-    waited = alone * prepared.straggler_share
+    waited = straggler_seconds(alone, rings=prepared.rings, cluster=cluster, gathers=prepared.job.gathers)
     step_seconds = alone + waited
     samples = plan.micro_batch * plan.accumulate
     return TimeEstimate(
@@ -124,7 +124,7 @@ class _Prepared:
     cluster: Cluster
     schedule: Schedule
     pieces: Pieces
-    straggler_share: float
+    rings: Rings
 
 
 @lru_cache(maxsize=4096)
@@ -148,13 +148,12 @@ def _prepare(
     known, key = _known(job), (id(cluster), optimizer, clips, shortened, overlap)
     if key not in known:
         job = timed_job(job) if shortened else job.unshortened
-        rings = rings_of(job.mesh, cluster=cluster)
         known[key] = _Prepared(
             job=job,
             cluster=cluster,
             schedule=schedule_of(job, cluster=cluster, optimizer=optimizer, clips=clips, overlap=overlap),
             pieces=timed_pieces(job, device=cluster.device),
-            straggler_share=straggler_share(rings, cluster=cluster, gathers=job.gathers),
+            rings=rings_of(job.mesh, cluster=cluster),
         )
     return known[key]
 

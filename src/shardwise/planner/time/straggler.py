@@ -1,37 +1,58 @@
 """The wait for the slowest node. No torch here.
 
-Nodes take different times for a step: clocks, hosts and networks vary. Ranks that communicate wait for the slowest. If
-the times of N nodes are normal with a relative deviation σ, a step takes as long as the largest of N:
+Now and then a node pauses: its operating system, its network or a hot device holds it up. All ranks that communicate
+wait for it. Pauses are independent and rare, so that their number in a step has a Poisson distribution. The pauses of n
+nodes that synchronize in every unit, because units are gathered over them, add up. G groups of such nodes synchronize
+once in a step, and wait for the one that paused the most:
 
-    step = own time · (1 + σ · E[max of N standard normals])
+    wait = PAUSE_SECONDS · E[max of G Poisson(n · PAUSED_SHARE · step / PAUSE_SECONDS)] − PAUSED_SHARE · step
 
-with a second such term for the nodes over which units are gathered.
-
-Devices of one node share its host and its links, and kernel constants were fitted to complete nodes: a single node does
-not wait.
+What a single node loses is part of the kernel constants, which were fitted to complete nodes.
 """
 
 from functools import lru_cache
+from math import exp, sqrt
 from statistics import NormalDist
 
 from shardwise.hardware import Cluster
 from shardwise.planner.time.collective import Rings
 
-DEVIATION = 0.02
-"""σ of a step, at whose end all nodes wait. Fitted to BERT-Large under DDP (8 to 256 A100: 0.949 of linear) and
-Llama-3-70B under hybrid sharding (128 to 2,048 H100: 0.979). Sinha et al., "Not All GPUs Are Created Equal" (SC 2022)
-found that equal GPUs of one cluster differ by up to 8%, which is a deviation of 0.02 for some hundreds."""
+PAUSED_SHARE = 0.0013
+"""The share of its time that a node pauses."""
 
-DEVIATION_IN_UNITS = 0.02
-"""Additional σ for nodes over which units are gathered: their ranks synchronize in every unit, so that the delays of
-different nodes add up instead of averaging out over a step. Fitted to MPT under FSDP (7B on 8 to 512 H100: 0.909 of
-linear; 70B on 128 to 512: 0.952)."""
+PAUSE_SECONDS = 0.15
+"""The length of a pause. Both are fitted to six published curves: every point within 1.6 points of a hundred, and
+within 1.8 by constants that were fitted to other models (benchmarks/scaling_curves.py --fit)."""
+
+MANY = 30.0
+"""For more pauses in a step than these, their number is taken to be normal."""
+_NOTHING = 1e-12
 
 
-def straggler_share(rings: Rings, *, cluster: Cluster, gathers: bool) -> float:
-    """Return the wait for the slowest node as a share of a step. `gathers`: parameters are sharded."""
-    in_units = expected_maximum(rings.shard.num_nodes) if gathers else 0.0
-    return DEVIATION * expected_maximum(cluster.num_nodes) + DEVIATION_IN_UNITS * in_units
+def straggler_seconds(step_seconds: float, *, rings: Rings, cluster: Cluster, gathers: bool) -> float:
+    """Return the wait for the slowest node in a step of `step_seconds`. `gathers`: parameters are sharded."""
+    in_group = rings.shard.num_nodes if gathers else 1
+    num_groups = cluster.num_nodes // in_group
+    pauses = in_group * PAUSED_SHARE * step_seconds / PAUSE_SECONDS
+    return PAUSE_SECONDS * most_pauses(num_groups, pauses) - PAUSED_SHARE * step_seconds
+
+
+def most_pauses(count: int, mean: float) -> float:
+    """Return the expected maximum of `count` Poisson variables: Σ 1 − F(k)^count over all k."""
+    if count == 1:
+        return mean
+    if mean > MANY:
+        return mean + sqrt(mean) * expected_maximum(count)
+    total, number, probability = 0.0, 0, exp(-mean)
+    below = probability
+    while True:
+        more = 1 - below**count
+        total += more
+        if number > mean and more < _NOTHING:
+            return total
+        number += 1
+        probability *= mean / number
+        below = min(below + probability, 1.0)
 
 
 @lru_cache(maxsize=256)

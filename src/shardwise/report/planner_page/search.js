@@ -130,10 +130,8 @@ class Planner {
     const pieces = this.once(`pieces ${way} ${length} ${seq} ${batch} ${device}`, () =>
       kernelModel.pieceSeconds(this.model, computed, { kernels: this.kernels(device), ops }));
     const found = stepTime.steady(schedule, pieces, { slowdown: this.hardware.slowdown, records });
-    const [all, inUnits] = this.hardware.deviation, wait = (nodes) => this.hardware.expected_maximum[nodes];
-    const gathers = strategy === "fsdp" || strategy === "shard_grad_op";
-    const share = all * wait(cluster.nodes) + inUnits * (gathers ? wait(schedule.shardNodes) : 0);
-    const seconds = found.seconds * (1 + share);
+    const inGroup = strategy === "fsdp" || strategy === "shard_grad_op" ? schedule.shardNodes : 1;
+    const seconds = found.seconds + this.stragglerSeconds(found.seconds, inGroup, Math.floor(cluster.nodes / inGroup));
     const flops = this.once(`flops ${way} ${length} ${seq}`, () => kernelModel.forwardFlops(this.model, computed, seq));
     const peak = this.hardware.devices[device].mfu_peak;
     return {
@@ -144,6 +142,26 @@ class Planner {
       mfu: peak ? (3 * (flops[0] + flops[1] * batch)) / (seconds * peak) : null,
       band: this.timeBand(found.cpuSeconds / seconds, settings, cluster),
     };
+  }
+
+  // The wait for the slowest of the groups of nodes (planner/time/straggler.py).
+  stragglerSeconds(seconds, inGroup, count) {
+    const { paused_share: share, pause_seconds: length } = this.hardware;
+    return length * this.mostPauses(count, (inGroup * share * seconds) / length) - share * seconds;
+  }
+
+  mostPauses(count, mean) {
+    if (count === 1) return mean;
+    if (mean > this.hardware.many_pauses) return mean + Math.sqrt(mean) * this.hardware.expected_maximum[count];
+    let total = 0, number = 0, probability = Math.exp(-mean), below = probability;
+    for (;;) {
+      const more = 1 - below ** count;
+      total += more;
+      if (number > mean && more < 1e-12) return total;
+      number += 1;
+      probability *= mean / number;
+      below = Math.min(below + probability, 1);
+    }
   }
 
   timeBand(hostShare, { device }, { nodes }) {

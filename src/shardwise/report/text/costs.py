@@ -52,9 +52,18 @@ def as_data(candidate: Candidate) -> dict[str, Any]:
         "comm_bytes_per_step": candidate.sent_bytes,
         **timed("exposed_comm_seconds", "straggler_seconds"),
         "error_band": {"memory": candidate.memory_band, "time": candidate.time_band.value if time else None},
+        "step_seconds_range": _range(candidate),
         "band_of_time_from": list(candidate.time_band.facts) if time else [],
         "measured": None,
     }
+
+
+def _range(candidate: Candidate) -> list[float] | None:
+    """Return the shortest and the longest step that the band allows."""
+    if candidate.time is None:
+        return None
+    band, seconds = candidate.time_band, candidate.time.step_seconds
+    return [seconds * (1 - band.lower), seconds * (1 + band.upper)]
 
 
 def as_table(candidates: Sequence[Candidate], *, recommended: int | None) -> Table:

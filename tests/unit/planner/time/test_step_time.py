@@ -251,6 +251,21 @@ def test_deepspeed_takes_longer_the_more_it_shards() -> None:
     assert found[1] * 1.5 < found[2]
 
 
+def test_selective_recompute_inside_compiled_units_is_fused_on_torchs_engine() -> None:
+    """As torchtitan trains: the operations that run again are kernels of the compiler too."""
+    plan = Plan(strategy="fsdp", engine="torch", precision="bf16", recompute="selective", micro_batch=4)
+    compiled = replace(plan, compile="inductor")
+    spec = spec_for("gpt2-1.5b", plan, compiled)
+    eager, fused = (estimate_time(spec, plan=one, cluster=cluster_of("8xh100-80gb")) for one in (plan, compiled))
+    assert eager is not None
+    assert fused is not None
+    assert fused.step_seconds < 0.95 * eager.step_seconds
+    ours = replace(compiled, engine="shardwise")
+    uncompiled = replace(ours, compile="none")
+    found = [estimate_time(spec, plan=one, cluster=cluster_of("8xh100-80gb")) for one in (ours, uncompiled)]
+    assert found[0] == found[1]
+
+
 def test_communication_that_nothing_overlaps_takes_its_whole_time() -> None:
     """Over nodes, ZeRO-1's gathers of updated parameters are exposed; with no overlap at all, reductions too."""
     plan = Plan(strategy="zero1", precision="bf16", recompute="full", micro_batch=4)

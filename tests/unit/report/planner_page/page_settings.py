@@ -130,7 +130,7 @@ def numbers(candidate: Candidate) -> list[Any]:
     whole = [candidate.batch, memory.allocated_bytes, memory.device_bytes, mesh.replicate, mesh.shard]
     parts = [memory.breakdown_bytes[name] for name in CATEGORIES]
     rates = [time.step_seconds, time.samples_per_s, time.exposed_comm_seconds, time.comm_seconds, time.cpu_seconds]
-    more = [time.tokens_per_s_per_gpu or 0.0, time.mfu or 0.0, candidate.time_band.value]
+    more = [time.tokens_per_s_per_gpu or 0.0, time.mfu or 0.0, candidate.time_band.lower]
     return [candidate.plan.strategy, candidate.fits, memory.peak_at, whole + parts, rates + more]
 
 
