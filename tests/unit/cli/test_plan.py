@@ -29,7 +29,7 @@ def test_the_json_is_the_contract(capfd: pytest.CaptureFixture[str]) -> None:
     data = as_json(capfd, "gpt2-124m", "--cluster", "8xh100-80gb")
     assert set(data) == {
         *("model", "cluster", "recommended", "why", "like", "fabric", "software", "host", "candidates"),
-        *("captured", "compiled"),
+        *("captured", "captured_units", "compiled"),
     }
     assert [candidate["strategy"] for candidate in data["candidates"]] == list(STRATEGIES)
     assert data["candidates"][data["recommended"]]["strategy"] == "ddp"
