@@ -1,5 +1,7 @@
 """Numbers that ranks exchange after each step: the largest, one step later, the same on every rank."""
 
+from functools import partial
+
 import pytest
 from ranks import run_ranks
 
@@ -7,13 +9,13 @@ from shardwise.comm.step_flags import StepFlags
 
 
 def exchanged(rank: int, num_steps: int) -> list[dict[str, int]]:
-    flags = StepFlags()
-    flags.register("stop", 0)
-    flags.register("least", -100)
+    flags, values = StepFlags(), {"stop": 0, "least": -100}
+    for name in values:
+        flags.register(name, partial(values.__getitem__, name))
     agreed = []
     for step in range(num_steps):
         # Rank 1 is one behind.
-        flags.values |= {"stop": int(rank == 1 and step == 2), "least": -(step - rank)}
+        values |= {"stop": int(rank == 1 and step == 2), "least": -(step - rank)}
         flags.exchange()
         agreed.append(flags.agreed)
     flags.close()

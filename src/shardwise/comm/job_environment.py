@@ -24,6 +24,10 @@ STORE = "SHARDWISE_STORE"
 CAPTURE = "SHARDWISE_CAPTURE"
 # The folder in which ranks of a failing job leave their records.
 AUTOPSY = "SHARDWISE_AUTOPSY"
+# The key of the snapshots in memory, set by our launcher for all starts of its ranks.
+SNAPSHOTS = "SHARDWISE_SNAPSHOTS"
+# A file system in memory for snapshots, other than /dev/shm.
+MEMORY = "SHARDWISE_MEMORY"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +61,11 @@ def autopsy_folder() -> Path | None:
     """Return the folder that SHARDWISE_AUTOPSY names for records (record_writer.py), if it is set."""
     value = os.environ.get(AUTOPSY, "")
     return Path(value) if value else None
+
+
+def memory_root() -> Path:
+    """Return the file system in memory that holds snapshots: /dev/shm, or what SHARDWISE_MEMORY names."""
+    return Path(os.environ.get(MEMORY, "") or "/dev/shm")
 
 
 def capture_is_off() -> bool:

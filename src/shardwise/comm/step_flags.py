@@ -5,6 +5,8 @@ exchange, when it has long arrived: no rank waits, and no GPU is involved. The a
 ranks that decide by it decide alike.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 
@@ -12,27 +14,28 @@ from shardwise.comm.groups import job_timeout
 
 
 class StepFlags:
-    """Named numbers: `values` are sent by the next exchange, `agreed` are the answers of the one before.
+    """Named numbers; `agreed` are the largest of all ranks at the last exchange but one.
 
     Making it is collective. Every rank registers the same names in the same order, before the first exchange.
     """
 
     def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=job_timeout())
-        self.values: dict[str, int] = {}
+        self._sources: dict[str, Callable[[], int]] = {}
         self.agreed: dict[str, int] = {}
         self._sent: torch.Tensor | None = None
         self._work: dist.Work | None = None
 
-    def register(self, name: str, value: int) -> None:
-        """Add a number to every exchange. Until the first answer arrives, `value` counts as agreed."""
+    def register(self, name: str, source: Callable[[], int]) -> None:
+        """Add a number to every exchange. Until the first answer arrives, what it is now counts as agreed."""
         assert self._sent is None, "registered after the first exchange"
-        self.values[name] = self.agreed[name] = value
+        self._sources[name] = source
+        self.agreed[name] = source()
 
     def exchange(self) -> None:
-        """Read the last answer, then send `values`. Collective: every rank calls it once after each step."""
+        """Read the last answer, then send the numbers. Collective: every rank calls it once after each step."""
         self._read()
-        self._sent = torch.tensor(list(self.values.values()), dtype=torch.int64)
+        self._sent = torch.tensor([source() for source in self._sources.values()], dtype=torch.int64)
         self._work = dist.all_reduce(self._sent, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def _read(self) -> None:
@@ -40,7 +43,7 @@ class StepFlags:
             return
         self._work.wait()
         self._work = None
-        self.agreed = dict(zip(self.values, self._sent.tolist(), strict=True))
+        self.agreed = dict(zip(self._sources, self._sent.tolist(), strict=True))
 
     def close(self) -> None:
         """Read the last answer, so that its all-reduce is over, and destroy the group. Collective."""

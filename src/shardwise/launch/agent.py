@@ -26,7 +26,7 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from shardwise.autopsy.own_record import clear_records, path_of
-from shardwise.comm.job_environment import AUTOPSY, STORE
+from shardwise.comm.job_environment import AUTOPSY, SNAPSHOTS, STORE
 from shardwise.files.regular_file import open_to_append
 from shardwise.launch.failure import LAST_WORDS_SECONDS, LOG, Failure, ended, first, reported
 from shardwise.launch.rank_process import LAUNCHER
@@ -94,6 +94,8 @@ class Files:
 
     private: Path
     logs: Path
+    # Names the snapshots that ranks keep in memory (recovery/).
+    snapshots: str = ""
 
     @property
     def records(self) -> Path:
@@ -137,6 +139,7 @@ class _Environment(LogsSpecs):
                 LAUNCHER: str(os.getpid()),
                 LOG: str(log),
                 AUTOPSY: str(self._files.records),
+                SNAPSHOTS: self._files.snapshots,
                 STORE: str(self._files.store(restarts=restarts)),
                 "TORCHELASTIC_ERROR_FILE": reports[rank],
                 "GLOO_SOCKET_IFNAME": "lo",

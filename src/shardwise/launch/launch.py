@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from shardwise.launch.agent import Agent, Files, JobFailed, JobStopped
 from shardwise.launch.folder_lock import InvalidFolder, locked
+from shardwise.recovery.memory_folder import snapshots_of_launch
 
 LOGS = "logs"
 """The folder with the ranks' logs, in the run folder."""
@@ -65,12 +66,12 @@ def run_job(
 
     Raises JobFailed, with the report of the first rank that failed, or JobStopped.
     """
-    with _claimed(folder) as private, _restored():
+    with _claimed(folder) as private, snapshots_of_launch() as key, _restored():
         agent = Agent(
             (program, *arguments),
             num_ranks=num_ranks,
             max_restarts=max_restarts,
-            files=Files(private=private, logs=folder / LOGS),
+            files=Files(private=private, logs=folder / LOGS, snapshots=key),
             grace_seconds=grace_seconds,
         )
         try:

@@ -1,7 +1,7 @@
 """SIGTERM and SIGHUP: the ranks agree on the step after which they stop, so that all of them save the last checkpoint.
 
 A signal may reach one rank alone, or each rank in another step, and a rank that saved alone would wait for ever. So
-after every step each rank sends whether it has been signalled (comm/step_flags.py), and reads the answer one step later.
+after every step each rank sends whether it has been signalled, and reads the answer one step later (step_flags.py).
 """
 
 import os
@@ -25,8 +25,9 @@ class Preemption:
     """
 
     def __init__(self, *, grace_seconds: float) -> None:
+        self._signalled = False
         self.flags = StepFlags()
-        self.flags.register(_STOP, 0)
+        self.flags.register(_STOP, lambda: int(self._signalled))
         self._grace_seconds = grace_seconds
         self._timer: threading.Timer | None = None
 
@@ -42,7 +43,7 @@ class Preemption:
         SAME_REQUEST_SECONDS are one request. Waiting here and restoring the default leaves the rest to the kernel,
         which can end a process even if its main thread hangs in a collective and runs no handler.
         """
-        self.flags.values[_STOP] = 1
+        self._signalled = True
         self._timer = threading.Timer(self._grace_seconds, os.kill, (os.getpid(), number))
         self._timer.daemon = True
         self._timer.start()
