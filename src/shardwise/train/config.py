@@ -142,6 +142,8 @@ class CheckpointSection(ConfigSection):
     every: int = key(1000, "steps between checkpoints; 0: only at the end and on SIGTERM", least=0)
     keep: int = key(2, "how many of the newest to keep", least=1)
     asynchronous: bool = key(True, "written while training continues")
+    memory: bool = key(False, "keep snapshots in /dev/shm too: a rank that dies costs seconds (docs/recovery.md)")
+    memory_every: int | None = key(None, "steps between those (default: as often as costs 1% of the time)", least=1)
     grace_seconds: float = key(60.0, "after SIGTERM: time to write the checkpoint before the rank is killed", above=1)
 
 
