@@ -26,7 +26,7 @@ def newest_state(
     generation = recovery.find() if recovery is not None else None
     from_memory = generation is not None and _newest_step(checkpoints) <= generation.step
     if recovery is not None and generation is not None and from_memory:
-        loaded = recovery.load(generation)
+        loaded = recovery.load(generation, model, optimizer, ema=ema)
         if loaded is not None:
             tell(f"Loaded the snapshot of step {loaded.step} from memory")
             return loaded
@@ -34,7 +34,7 @@ def newest_state(
     newer = saved is not None and generation is not None and saved.step > generation.step
     if recovery is not None and generation is not None and not from_memory and not newer:
         # There was the name of a newer checkpoint, but it is damaged.
-        return recovery.load(generation)
+        return recovery.load(generation, model, optimizer, ema=ema)
     if checkpoints is None or saved is None:
         return None
     tell(f"Loading checkpoint {saved.path.name} …")

@@ -32,8 +32,17 @@ class Protection:
     """
 
     def __init__(
-        self, recovery: Recovery, *, flags: StepFlags, progress: Mapping[str, Any], device: torch.device
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        ema: EMA | None,
+        recovery: Recovery,
+        flags: StepFlags,
+        progress: Mapping[str, Any],
+        device: torch.device,
     ) -> None:
+        self._model, self._optimizer, self._ema = model, optimizer, ema
         self._recovery, self._flags, self._progress, self._device = recovery, flags, progress, device
         self._states: Mapping[str, Any] | None = None
         self.step = 0
@@ -48,7 +57,8 @@ class Protection:
         self.step = step
         self._flags.exchange()
         if self._recovery.due(step):
-            self._recovery.take(step, **self.state(values or {}))
+            state = self.state(values or {})
+            self._recovery.take(self._model, self._optimizer, step=step, ema=self._ema, **state)
 
     def state(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the progress of the training, for `Checkpoints.save(…, **protection.state(values))`."""
@@ -128,8 +138,8 @@ def protect(
     key = on_each_rank(lambda: (key_for(Path(folder)) if folder else key_of_job()) if _is_first() else "")[0]
     flags = StepFlags()
     tell = (tell or _print) if _is_first() else _say_nothing
-    recovery = Recovery(model, optimizer, key=key, flags=flags, every=every, ema=ema, tell=tell)
-    protection = Protection(recovery, flags=flags, progress=progress, device=device)
+    recovery = Recovery(key=key, flags=flags, every=every, tell=tell)
+    protection = Protection(model, optimizer, ema=ema, recovery=recovery, flags=flags, progress=progress, device=device)
     loaded = newest_state(recovery, model, optimizer, checkpoints=checkpoints, ema=ema, tell=tell)
     if loaded is not None:
         protection.take_over(loaded)

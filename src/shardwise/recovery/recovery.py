@@ -42,11 +42,8 @@ class Recovery:
     tell    shows a line to the user; called on rank 0
     """
 
-    def __init__(
-        self, model: nn.Module, optimizer: Optimizer | None, *, key: str, flags: StepFlags, every: int | None = None,
-        ema: EMA | None = None, tell: Tell,
-    ) -> None:  # fmt: skip
-        self._model, self._optimizer, self._ema, self._flags = model, optimizer, ema, flags
+    def __init__(self, *, key: str, flags: StepFlags, every: int | None = None, tell: Tell) -> None:
+        self._flags = flags
         self._ranks = Ranks()
         self._tell = tell if self._ranks.index == 0 else lambda line: None
         folders: list[MemoryFolder] = []
@@ -83,18 +80,13 @@ class Recovery:
         self.newest_step = search.newest_step
         return search.generation
 
-    def load(self, generation: Generation) -> Loaded | None:
+    def load(
+        self, generation: Generation, model: nn.Module, optimizer: Optimizer | None, *, ema: EMA | None = None
+    ) -> Loaded | None:
         """Fill the model and the optimizer; return None, and tell why, if the snapshot does not fit them."""
+        ranks, nodes = self._ranks, self._nodes
         try:
-            loaded = restore(
-                generation,
-                self._model,
-                self._optimizer,
-                folder=self._folder,
-                ranks=self._ranks,
-                nodes=self._nodes,
-                ema=self._ema,
-            )
+            loaded = restore(generation, model, optimizer, folder=self._folder, ranks=ranks, nodes=nodes, ema=ema)
         except CheckpointError as error:
             self._tell(f"the snapshot of step {generation.step} in memory is not used: {error}")
             return None
@@ -127,25 +119,34 @@ class Recovery:
         self._tell_cost(every)
         return step - self._begun >= every
 
-    def take(self, step: int, *, progress: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        """Begin a snapshot of this step; `progress` and `own` as in a checkpoint."""
+    def take(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        *,
+        step: int,
+        progress: Mapping[str, Any],
+        own: Mapping[str, Any],
+        ema: EMA | None = None,
+    ) -> None:
+        """Begin a snapshot of this step; the arguments are those of `Checkpoints.save`."""
         begun = time.perf_counter()
-        state = state_of(self._model)
-        state.listen_to_writes(self._model, self._optimizer, self._release)
+        state = state_of(model)
+        state.listen_to_writes(model, optimizer, self._release)
         self._begun, self._stall_seconds, self._measured = step, 0.0, False
         with self._refusing():
             taken = snapshot(
-                self._model,
-                self._optimizer,
+                model,
+                optimizer,
                 step=step,
                 progress=progress,
                 own=own,
                 ranks=self._ranks,
-                ema=self._ema,
+                ema=ema,
                 sharers=self._near,
                 check_finite=False,
             )
-            self._snapshots.begin(taken, captured=state.replays_updates(self._model))
+            self._snapshots.begin(taken, captured=state.replays_updates(model))
         self._stalled(time.perf_counter() - begun - self._snapshots.reserve_seconds)
         self._cadence.stalled(self._snapshots.reserve_seconds)
 

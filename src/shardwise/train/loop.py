@@ -104,7 +104,7 @@ def run_steps(
             if saves:
                 _save(training, checkpoints)
             if keeps and training.recovery is not None:
-                training.recovery.take(training.step, **_progress(training))
+                training.recovery.take(training.model, training.optimizer, step=training.step, **_progress(training))
             window.restart_clock()
     return stop and training.step < training.num_steps
 

@@ -164,14 +164,7 @@ def _protect(training: Training, *, flags: StepFlags, held: ExitStack) -> None:
     if not config.checkpoint.memory:
         return
     key = exchange(key_for(config.folder) if training.sharing.rank == 0 else "")[0]
-    training.recovery = Recovery(
-        training.model,
-        training.optimizer,
-        key=key,
-        flags=flags,
-        every=config.checkpoint.memory_every,
-        tell=training.tell,
-    )
+    training.recovery = Recovery(key=key, flags=flags, every=config.checkpoint.memory_every, tell=training.tell)
     held.callback(training.recovery.release)
 
 
