@@ -103,6 +103,7 @@ def protect(
     checkpoints: Checkpoints | None = None,
     ema: EMA | None = None,
     every: int | None = None,
+    copies: int = 1,
     tell: Callable[[str], None] | None = None,
 ) -> Protection:
     """Keep a training in memory, so that a rank that dies costs seconds; bring it back after a restart. Collective.
@@ -123,6 +124,7 @@ def protect(
                   Without it, our launcher or torchrun keeps it, as long as that lives
     checkpoints   the newest of these is loaded if it is newer, or if a part of the state is in no memory
     every         steps between snapshots (default: as often as costs 1% of the time, which is measured)
+    copies        with several nodes, copies of each snapshot on another node: 1, or 0 for none
     tell          shows a line, on rank 0 (default: standard error)
     """
     progress = dict(progress or {})
@@ -134,11 +136,13 @@ def protect(
             )
     if every is not None and every < 1:
         raise InvalidData(f"every = {every}: must be at least 1")
+    if copies not in (0, 1):
+        raise InvalidData(f"copies = {copies}: must be 0 or 1")
     device = join_job(_device(model))
     key = on_each_rank(lambda: (key_for(Path(folder)) if folder else key_of_job()) if _is_first() else "")[0]
     flags = StepFlags()
     tell = (tell or _print) if _is_first() else _say_nothing
-    recovery = Recovery(key=key, flags=flags, every=every, tell=tell)
+    recovery = Recovery(key=key, flags=flags, every=every, copies=copies, tell=tell)
     protection = Protection(model, optimizer, ema=ema, recovery=recovery, flags=flags, progress=progress, device=device)
     loaded = newest_state(recovery, model, optimizer, checkpoints=checkpoints, ema=ema, tell=tell)
     if loaded is not None:

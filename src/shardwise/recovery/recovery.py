@@ -20,6 +20,7 @@ from shardwise.checkpoint.ranks import Ranks
 from shardwise.comm.step_flags import StepFlags
 from shardwise.engine.prepared.average import EMA
 from shardwise.errors import CheckpointError
+from shardwise.recovery.buddies import Buddies
 from shardwise.recovery.cadence import Cadence
 from shardwise.recovery.finding import Generation, Nodes, newest_whole
 from shardwise.recovery.generation import NoRoom, start_of_file
@@ -39,10 +40,11 @@ class Recovery:
     key     names the memory of this job on every node (memory_key.py)
     flags   are exchanged by the caller after each step, before `due`
     every   take a snapshot every so many steps; None: as often as costs 1% of the time
+    copies  1: with several nodes, keep a copy of each rank's snapshot on another node
     tell    shows a line to the user; called on rank 0
     """
 
-    def __init__(self, *, key: str, flags: StepFlags, every: int | None = None, tell: Tell) -> None:
+    def __init__(self, *, key: str, flags: StepFlags, every: int | None = None, copies: int = 1, tell: Tell) -> None:
         self._flags = flags
         self._ranks = Ranks()
         self._tell = tell if self._ranks.index == 0 else lambda line: None
@@ -56,6 +58,8 @@ class Recovery:
         self._snapshots = Snapshots(
             self._folder, start=self._start, rank=self._ranks.index, num_ranks=self._ranks.count
         )
+        if copies and len(self._nodes.names) > 1:
+            self._snapshots.buddies = Buddies(self._folder, rank=self._ranks.index, nodes=self._nodes)
         self._asked, self._cadence = every, Cadence()
         # The step of the last snapshot that was begun, the seconds that it took from training, and whether these count.
         self._begun, self._stall_seconds, self._measured = -1, 0.0, True
@@ -143,7 +147,8 @@ class Recovery:
                 own=own,
                 ranks=self._ranks,
                 ema=ema,
-                sharers=self._near,
+                # With copies, each node holds all that its ranks have.
+                sharers=None if self._snapshots.buddies is None else self._near,
                 check_finite=False,
             )
             self._snapshots.begin(taken, captured=state.replays_updates(model))
@@ -156,6 +161,8 @@ class Recovery:
         # Ranks of a node share the folder.
         self._ranks.each(lambda: None)
         self._folder.free()
+        if self._snapshots.buddies is not None:
+            self._snapshots.buddies.leave()
         self._ranks.leave()
 
     def release(self) -> None:
@@ -193,9 +200,12 @@ class Recovery:
             return
         self._told_every = every
         size, step = self._snapshots.num_bytes, self._cadence.step_seconds
+        buddies = self._snapshots.buddies
+        copied = f", of which {bytes_text(buddies.num_bytes)} also on another node" if buddies is not None else ""
         share = self._cadence.cost_seconds / (every * step) if step else 0.0
+        steps = f"{every} {'step' if every == 1 else 'steps'}"
         self._tell(
-            f"Snapshots in memory every {every} {'step' if every == 1 else 'steps'}: {bytes_text(size)} per rank "
+            f"Snapshots in memory every {steps}: {bytes_text(size)} per rank{copied} "
             f"({NUM_GENERATIONS} generations), {seconds_text(self._cadence.cost_seconds)} each, {share:.1%} of the time"
         )
 

@@ -6,14 +6,12 @@ always whole.
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
-
-from torch import Tensor
 
 from shardwise.checkpoint.contents import StateSnapshot
 from shardwise.checkpoint.manifest import MODEL
 from shardwise.checkpoint.manifest import OWN as OF_RANK
+from shardwise.recovery.buddies import Buddies
 from shardwise.recovery.copying import Copier, Copying, pin, unpin
 from shardwise.recovery.generation import (
     OWN,
@@ -36,7 +34,7 @@ class Snapshots:
 
     whole        the step of the newest snapshot that is whole; -1 if there is none
     num_bytes    of one snapshot
-    after_copy   is called in the snapshot's thread with each record, before the snapshot counts as whole
+    buddies      keep a second copy on another node, before the snapshot counts as whole
     """
 
     def __init__(self, folder: MemoryFolder, *, start: str, rank: int, num_ranks: int) -> None:
@@ -48,7 +46,7 @@ class Snapshots:
         self._copying: Copying | None = None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self.after_copy: Callable[[Record, Tensor], None] | None = None
+        self.buddies: Buddies | None = None
         self.whole = -1
         self.num_bytes = 0
         self.on_gpu = False
@@ -61,6 +59,9 @@ class Snapshots:
         begun = time.perf_counter()
         slot, self._next = self._next, (self._next + 1) % NUM_GENERATIONS
         self._drop(slot)
+        # First those that a buddy gets as well.
+        taken = replace(taken, pieces=sorted(taken.pieces, key=lambda piece: piece.elsewhere))
+        num_sent = sum(not piece.elsewhere for piece in taken.pieces)
         pieces = laid_out(taken.pieces)
         self.num_bytes = size_of(pieces)
         self.on_gpu = any(piece.elements.is_cuda for piece in taken.pieces)
@@ -85,11 +86,11 @@ class Snapshots:
         )
         record = Record(name=name, data=file.path.name, contents=taken.contents, pieces=tuple(pieces))
         self._thread = threading.Thread(
-            target=self._finish, args=(record, slot, begun), name=f"snapshot of step {name.step}", daemon=True
+            target=self._finish, args=(record, slot, num_sent, begun), name=f"snapshot of step {name.step}", daemon=True
         )
         self._thread.start()
 
-    def _finish(self, record: Record, slot: int, begun: float) -> None:
+    def _finish(self, record: Record, slot: int, num_sent: int, begun: float) -> None:
         cpu = time.thread_time()
         try:
             assert self._copying is not None
@@ -98,10 +99,10 @@ class Snapshots:
             assert file is not None
             pieces = tuple(with_total(piece, memory=file.memory) for piece in record.pieces)
             record = replace(record, pieces=pieces)
-            if self.after_copy is not None:
-                self.after_copy(record, file.memory)
             self._folder.write(str(record.name), record.to_text())
             self._records[slot] = record.name
+            if self.buddies is not None:
+                self.buddies.exchange(record, file.memory, slot=slot, num_sent=num_sent)
             self.thread_seconds = time.thread_time() - cpu
             self.copy_seconds = time.perf_counter() - begun
             self.whole = record.name.step
@@ -154,4 +155,6 @@ class Snapshots:
         for slot in range(NUM_GENERATIONS):
             self._drop(slot)
             self._release(slot)
+        if self.buddies is not None:
+            self.buddies.discard()
         self.whole = -1

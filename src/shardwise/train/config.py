@@ -144,6 +144,7 @@ class CheckpointSection(ConfigSection):
     asynchronous: bool = key(True, "written while training continues")
     memory: bool = key(False, "keep snapshots in /dev/shm too: a rank that dies costs seconds (docs/recovery.md)")
     memory_every: int | None = key(None, "steps between those (default: as often as costs 1% of the time)", least=1)
+    copies: int = key(1, "with several nodes: copies of each of those on another node", least=0, most=1)
     grace_seconds: float = key(60.0, "after SIGTERM: time to write the checkpoint before the rank is killed", above=1)
 
 

@@ -164,7 +164,10 @@ def _protect(training: Training, *, flags: StepFlags, held: ExitStack) -> None:
     if not config.checkpoint.memory:
         return
     key = exchange(key_for(config.folder) if training.sharing.rank == 0 else "")[0]
-    training.recovery = Recovery(key=key, flags=flags, every=config.checkpoint.memory_every, tell=training.tell)
+    options = config.checkpoint
+    training.recovery = Recovery(
+        key=key, flags=flags, every=options.memory_every, copies=options.copies, tell=training.tell
+    )
     held.callback(training.recovery.release)
 
 
