@@ -10,6 +10,8 @@ from statistics import median
 
 SHARE = 0.01
 _NUM_STEPS = 9
+# Until ranks know what the first snapshot has cost.
+_FIRST = 3
 
 
 class Cadence:
@@ -45,8 +47,8 @@ class Cadence:
 
     @property
     def every(self) -> int:
-        """k, or 1 before anything is measured."""
+        """k; before anything is measured, so many that it will be by then."""
         if not self._steps:
-            return 1
+            return _FIRST
         step = self.step_seconds
         return max(1, math.ceil(self.cost_seconds / (self._share * step)), math.ceil(self.copy_seconds / step))

@@ -111,7 +111,6 @@ class Recovery:
             return False
         with self._refusing():
             self._snapshots.check()
-        self._measure()
         whole, every = -agreed[_WHOLE], agreed[_EVERY]
         if self._begun < 0:
             return True
@@ -192,11 +191,13 @@ class Recovery:
             self._cadence.took(cost_seconds=self._stall_seconds + busy, copy_seconds=self._snapshots.copy_seconds)
 
     def _wanted_every(self) -> int:
+        self._measure()
         return self._asked or self._cadence.every
 
     def _tell_cost(self, every: int) -> None:
         """Tell k when it is known, and when it has changed much."""
-        if self._told_every and self._told_every / 2 < every < self._told_every * 2:
+        told = self._told_every and self._told_every / 2 < every < self._told_every * 2
+        if told or not self._cadence.step_seconds:
             return
         self._told_every = every
         size, step = self._snapshots.num_bytes, self._cadence.step_seconds

@@ -35,7 +35,7 @@ def test_k_follows_from_the_cost_and_from_the_time_of_a_copy(
 def test_nothing_is_assumed_before_a_step_is_measured() -> None:
     cadence = Cadence()
     cadence.step_ended(5.0)
-    assert (cadence.step_seconds, cadence.every) == (0.0, 1)
+    assert (cadence.step_seconds, cadence.every) == (0.0, 3)
 
 
 def test_time_that_a_snapshot_took_is_no_time_of_a_step() -> None:
