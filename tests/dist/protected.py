@@ -6,6 +6,7 @@ python protected.py STRATEGY FOLDER MEMORY      as a rank of a launcher; kills i
 import os
 import signal
 import sys
+import time
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,7 @@ class Protected:
                 loss = self.model(torch.randn(6, self.width))
                 self.scaler.scale(loss / self.accumulate).backward()
         kill("backward", number)
+        time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
         self.scaler.step(self.optimizer)
         kill("update", number)
         self.scaler.update()

@@ -47,14 +47,21 @@ def main() -> None:
 def _forked(request: dict[str, Any], *, link: socket.socket) -> bool:
     """Fork a rank, and send its process id; return True in the rank."""
     launcher = int(request["env"][rank_process.LAUNCHER])
+    number, sent = os.pipe()
     between = os.fork()
     if between:
+        # First: from then on the launcher is the rank's parent, and can wait for it.
         os.waitpid(between, 0)
+        link.sendall(os.read(number, 32))
+        os.close(number)
+        os.close(sent)
         return False
     rank = os.fork()
     if rank:
-        link.sendall(f"{rank}\n".encode())
+        os.write(sent, f"{rank}\n".encode())
         os._exit(0)
+    os.close(number)
+    os.close(sent)
     while os.getppid() != launcher:
         time.sleep(0.001)
     os.setsid()
