@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -22,6 +23,7 @@ from shardwise.engine.prepared.average import EMA
 from shardwise.errors import CheckpointError
 from shardwise.recovery.buddies import Buddies
 from shardwise.recovery.cadence import Cadence
+from shardwise.recovery.disk_writer import DiskWriter
 from shardwise.recovery.finding import Generation, Nodes, newest_whole
 from shardwise.recovery.generation import NoRoom, start_of_file
 from shardwise.recovery.memory_folder import MemoryFolder, free_leftovers
@@ -32,6 +34,7 @@ from shardwise.vocabulary.quantities import bytes_text, seconds_text
 
 Tell = Callable[[str], None]
 _WHOLE, _EVERY, _REFUSED = "snapshot is whole", "steps between snapshots", "no snapshots"
+_WRITTEN = "snapshot is on disk"
 
 
 class Recovery:
@@ -68,11 +71,17 @@ class Recovery:
         self.newest_step = -1
         self._refusal = ""
         self._off = False
+        # To disk: what to write and how, the step that is being written, and the last one that was.
+        self._disk: Callable[[int], DiskWriter] | None = None
+        self._on_saved: Callable[[int], None] | None = None
+        self._writer: DiskWriter | None = None
+        self._held, self._written = -1, -1
         # Files of earlier starts are kept until a new generation is whole.
         self._keeps_old = True
         flags.register(_WHOLE, lambda: -self._snapshots.whole)
         flags.register(_EVERY, self._wanted_every)
         flags.register(_REFUSED, lambda: int(bool(self._refusal)))
+        flags.register(_WRITTEN, lambda: self._written)
 
     # At a start
 
@@ -120,7 +129,8 @@ class Recovery:
             self._remove_old(keep=set())
             self._keeps_old = False
         self._tell_cost(every)
-        return step - self._begun >= every
+        self._follow_disk(whole)
+        return step - self._begun >= every and not (self._held >= 0 and self._snapshots.overwrites == self._held)
 
     def take(
         self,
@@ -137,6 +147,8 @@ class Recovery:
         state = state_of(model)
         state.listen_to_writes(model, optimizer, self._release)
         self._begun, self._stall_seconds, self._measured = step, 0.0, False
+        if self._disk is not None and self._held < 0:
+            self._held = step
         with self._refusing():
             taken = snapshot(
                 model,
@@ -156,6 +168,7 @@ class Recovery:
 
     def close(self) -> None:
         """Free the snapshots: the training is over."""
+        self.wait_for_disk()
         self._snapshots.join()
         # Ranks of a node share the folder.
         self._ranks.each(lambda: None)
@@ -168,6 +181,46 @@ class Recovery:
         """Let another start use the snapshots. Not collective; after `close` it does nothing."""
         self._snapshots.join()
         self._folder.release()
+
+    # To disk
+
+    @property
+    def writes_to_disk(self) -> bool:
+        """Whether snapshots can be written to disk by a process of their own: all are on one node."""
+        return len(self._nodes.names) == 1 and not self._off
+
+    def write_next(
+        self, folder: Path, *, keep: int, finite_only: bool, on_saved: Callable[[int], None] | None = None
+    ) -> None:
+        """Write the next snapshot to disk, in a process of its own, unless one is being written. See `Checkpoints`."""
+        memory, start = self._folder.path, self._start
+        self._on_saved = on_saved
+        self._disk = lambda step: DiskWriter(
+            memory, start=start, step=step, folder=folder, keep=keep, finite_only=finite_only
+        )
+
+    def wait_for_disk(self) -> None:
+        """Return when no snapshot is being written to disk; one that is not whole yet is not written."""
+        self._disk = None
+        self._ranks.each(lambda: self._end_writer(wait=True))
+        self._held = -1
+
+    def _follow_disk(self, whole: int) -> None:
+        """Begin to write the generation that is kept for it; forget it when all ranks know that it is on disk."""
+        if self._held < 0:
+            return
+        if self._flags.agreed[_WRITTEN] >= self._held:
+            self._held, self._disk = -1, None
+        elif self._ranks.index == 0:
+            if self._writer is None and self._written < self._held <= whole and self._disk is not None:
+                self._writer = self._disk(self._held)
+            self._end_writer(wait=False)
+
+    def _end_writer(self, *, wait: bool) -> None:
+        if self._writer is not None and self._writer.is_done(wait=wait):
+            self._written, self._writer = self._writer.step, None
+            if self._on_saved is not None:
+                self._on_saved(self._written)
 
     # The state is not written while it is copied
 

@@ -109,6 +109,12 @@ class Snapshots:
         except BaseException as error:
             self._failure = error
 
+    @property
+    def overwrites(self) -> int:
+        """The step of the snapshot that the next one overwrites; -1 if there is none."""
+        record = self._records[self._next]
+        return -1 if record is None else record.step
+
     def _reserve(self, slot: int, *, num_bytes: int) -> DataFile:
         """Return the file of a slot, made anew if the state has another size."""
         file = self._slots[slot]

@@ -28,6 +28,7 @@ from shardwise.train.metrics import MetricsRecorder, StepMetrics, Taken, Window
 from shardwise.train.nonfinite import FirstNonFinite, NonFinite, check_finite, find_first_nonfinite
 from shardwise.train.optimizers import set_lr
 from shardwise.train.preemption import Preemption
+from shardwise.train.run_folder import save_step
 from shardwise.train.training_step import Pass, run_passes, run_step
 from shardwise.vocabulary.quantities import seconds_text
 
@@ -101,7 +102,9 @@ def run_steps(
                 steps[-1] = replace(steps[-1], evaluation=_evaluate(training))
             # Before the checkpoint: a step that is in one is not redone, so its metrics must be on disk.
             recorder.record(steps)
-            if saves:
+            if saves and not (stop or last) and _is_detached(training):
+                _write_detached(training, checkpoints)
+            elif saves:
                 _save(training, checkpoints)
             if keeps and training.recovery is not None:
                 training.recovery.take(training.model, training.optimizer, step=training.step, **_progress(training))
@@ -283,7 +286,24 @@ def _evaluate(training: Training) -> dict[str, float]:
     )
 
 
+def _is_detached(training: Training) -> bool:
+    return training.config.checkpoint.detached and training.recovery is not None and training.recovery.writes_to_disk
+
+
+def _write_detached(training: Training, checkpoints: "Checkpoints") -> None:
+    """Have the next snapshot written to disk."""
+    assert training.recovery is not None
+    training.recovery.write_next(
+        checkpoints.folder,
+        keep=training.config.checkpoint.keep,
+        finite_only=training.config.train.nonfinite != "warn",
+        on_saved=partial(save_step, training.config.folder),
+    )
+
+
 def _save(training: Training, checkpoints: "Checkpoints") -> None:
+    if training.recovery is not None:
+        training.recovery.wait_for_disk()
     checkpoints.save(
         training.model,
         training.optimizer,
