@@ -1,4 +1,4 @@
-"""Breaks jobs on purpose in twenty ways and prints the scorecard: what was tried, and how often it came out right.
+"""Breaks jobs on purpose in twenty-one ways and prints the scorecard: what was tried, and how often it came out right.
 
 python benchmarks/chaos.py                          every row, short: at most 15 minutes on 2 quiet cores
 python benchmarks/chaos.py --long                   the full numbers: at most 60 minutes

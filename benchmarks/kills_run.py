@@ -26,6 +26,7 @@ class Job:
     num_ranks: int
     strategy: str
     optimizer: str
+    settings: tuple[str, ...] = ()
 
 
 JOBS = {
@@ -76,7 +77,7 @@ class Run:
         self._command = [
             *(sys.executable, "-m", "shardwise", "train", str(config), "--run", str(folder)),
             *("--ranks", str(job.num_ranks), "--strategy", job.strategy, "--max-restarts", "1000"),
-            *("--set", f"optimizer.name={job.optimizer}"),
+            *(word for setting in (f"optimizer.name={job.optimizer}", *job.settings) for word in ("--set", setting)),
         ]
         folder.mkdir()
         self._output = (folder / "output.txt").open("ab")
@@ -93,8 +94,9 @@ class Run:
             children = Path(f"/proc/{self.launcher.pid}/task/{self.launcher.pid}/children").read_text().split()
             for child in map(int, children):
                 with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
-                    pairs = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-                    found |= {int(pair[5:]): child for pair in pairs if pair.startswith(b"RANK=")}
+                    # Ranks name themselves: a forked one has another's environment here.
+                    name, _, rank = Path(f"/proc/{child}/comm").read_text().strip().partition(" ")
+                    found |= {int(rank): child} if name == "shardwise" and rank.isdigit() else {}
         return found
 
     def steps(self) -> list[dict[str, Any]]:

@@ -1,8 +1,12 @@
-"""Rows 3 and 18: kill -9 at random moments, and about every 20 seconds; benchmarks/kills.py does the killing."""
+"""Rows 3, 18 and 21: kill -9 at random moments, about every 20 seconds, and with snapshots in memory.
+
+benchmarks/kills.py and benchmarks/recovery.py do the killing.
+"""
 
 import time
 
 import kills
+import recovery
 from kills_run import JOBS, MICRO_BATCH, Job, Run, running, write_config
 from kills_task import NUM_SAMPLES
 from scorecard import Asked, Tally
@@ -45,6 +49,21 @@ def every_20_seconds(asked: Asked) -> Tally:
             kills.compare(run.result(), reference, job=job)
         tally.held = tally.tried
         tally.found |= {"steps": len(reference.steps), "share of useful time": f"{share:.0%}"}
+    return tally
+
+
+def from_memory(asked: Asked) -> Tally:
+    """Kills of one of 4 ranks that keep snapshots in memory; each must cost less than 10 s and about k steps."""
+    tally = Tally()
+    num_kills = asked.pick(short=4, long=30)
+    with tally.trying("the runs", count=0):
+        done = recovery.killed(
+            num_kills, folder=asked.folder, chance=asked.chance, epochs=asked.pick(short=30, long=60)
+        )
+        tally.tried = len(done)
+        # A snapshot that is not whole yet when the kill falls into it is passed over.
+        tally.held = sum(kill.seconds <= 10 and kill.steps_again <= kill.every + 1 for kill in done)
+        tally.found |= recovery.summary(done)
     return tally
 
 

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from shardwise.plan.mesh import Mesh as Mesh
     from shardwise.plan.placement import STRATEGIES as STRATEGIES
     from shardwise.plan.placement import Placement as Placement
+    from shardwise.recovery.protect import protect as protect
     from shardwise.spec import ModelSpec as ModelSpec
     from shardwise.spec import TensorSpec as TensorSpec
     from shardwise.spec import UnitSpec as UnitSpec

@@ -37,6 +37,8 @@ ROWS: list[set[str]] = [
     {"trace"},
     {"sources"},
     {"checkpoint"},
+    # Below launch, which frees what a job has left in memory.
+    {"recovery"},
     {"launch"},
     # Below train, which rehearses a step before it starts.
     {"profile"},

@@ -120,8 +120,11 @@ class Boxes(Tensor):
         parts = torch.split(elements, [box.num_elements for box in made.boxes]) if made.boxes else ()
         made._views = {box.offsets: part.view(box.sizes) for part, box in zip(parts, made.boxes, strict=True)}
         made._properties = TensorProperties(dtype=elements.dtype)
+        made.start, made.elements = start, elements
         return made
 
+    start: int
+    elements: Tensor
     boxes: list[Box]
     _views: dict[tuple[int, ...], Tensor]
     _properties: TensorProperties

@@ -1,8 +1,9 @@
 """A model and an optimizer, sharded in any way → the contents of a checkpoint; and back, sharded in any other way."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -28,12 +29,16 @@ _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatePiece:
-    """Some elements of a tensor of this shape, from `start` on, in one dimension."""
+    """Some elements of a tensor of this shape, from `start` on, in one dimension.
+
+    elsewhere   a rank outside of those that share the writing holds them, too
+    """
 
     name: str
     shape: tuple[int, ...]
     start: int
     elements: Tensor
+    elsewhere: bool = False
 
     @classmethod
     def whole(cls, name: str, tensor: Tensor) -> "StatePiece":
@@ -73,8 +78,14 @@ def snapshot(
     own: Mapping[str, Any],
     ranks: Ranks,
     ema: EMA | None = None,
+    sharers: Collection[int] | None = None,
+    check_finite: bool = True,
 ) -> StateSnapshot:
-    """Return this rank's part of a checkpoint, in the memory that is trained."""
+    """Return this rank's part of a checkpoint, in the memory that is trained.
+
+    sharers        of the ranks that hold equal elements, those that write them once (default: all)
+    check_finite   look for NaN and Inf, which reads all parameters and waits for the device
+    """
     state = state_of(model)
     if optimizer is not None or ema is not None:
         # Weights alone may be saved with the values that they have at the moment.
@@ -82,14 +93,15 @@ def snapshot(
     # First: it makes the engine adopt a new optimizer.
     groups = state.group_names(model, optimizer) if optimizer is not None else []
     held = holding(model)
-    pieces = [_written(MODEL + part.name, part, part.parameter) for part in held.slices]
-    nonfinite = _first_nonfinite(pieces)
+    written = partial(_written, sharers=sharers)
+    pieces = [written(MODEL + part.name, part, part.parameter) for part in held.slices]
+    nonfinite = _first_nonfinite(pieces) if check_finite else None
     described = None
     if optimizer is not None:
         described, states = describe_optimizer(optimizer, slices=held.stepped, groups=groups)
-        pieces += [_written(one.name, one.of, one.value) for one in states]
+        pieces += [written(one.name, one.of, one.value) for one in states]
     if ema is not None:
-        pieces += [_written(EMA_OF + part.name, part, average) for part, average in _averaged(held, ema)]
+        pieces += [written(EMA_OF + part.name, part, average) for part, average in _averaged(held, ema)]
     pieces = [piece for piece in pieces if piece.elements.numel()]
     if ranks.index == 0:
         # Every step broadcasts the buffers of rank 0, so these are saved.
@@ -132,11 +144,14 @@ def _first_nonfinite(pieces: Sequence[StatePiece]) -> str | None:
     return next((piece.name.removeprefix(MODEL) for piece, good in zip(floats, finite, strict=True) if not good), None)
 
 
-def _written(name: str, part: OwnedSlice, tensor: Tensor) -> StatePiece:
+def _written(name: str, part: OwnedSlice, tensor: Tensor, *, sharers: Collection[int] | None) -> StatePiece:
     """Return the part of a slice that this rank writes, of the ranks that hold it."""
-    start, stop = share(start=part.start, stop=part.stop, copy=part.copy, num_copies=part.num_copies)
+    mine = part.holders[part.copy]
+    near = part.holders if sharers is None else tuple(rank for rank in part.holders if rank in sharers)
+    start, stop = share(start=part.start, stop=part.stop, copy=near.index(mine), num_copies=len(near))
     elements = local_part(tensor).detach().reshape(-1)[start - part.start : stop - part.start]
-    return StatePiece(name=name, shape=part.shape, start=start, elements=elements)
+    elsewhere = len(near) < len(part.holders)
+    return StatePiece(name=name, shape=part.shape, start=start, elements=elements, elsewhere=elsewhere)
 
 
 def _empty(held: OwnedModel) -> list[StatePiece]:

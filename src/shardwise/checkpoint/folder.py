@@ -40,6 +40,13 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return [path for *_, path in sorted(found)]
 
 
+def step_of(path: Path) -> int:
+    """Return the step of a checkpoint by its name."""
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
+
+
 def begin(folder: Path, *, step: int, disk: Disk) -> Path:
     """Make the folder in which a checkpoint is written. Its name is unique to this save, so that two never mix."""
     disk.make_folder(folder)

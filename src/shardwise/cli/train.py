@@ -50,6 +50,7 @@ def train(
         max_restarts=max_restarts,
         folder=chosen.folder,
         grace_seconds=chosen.checkpoint.grace_seconds,
+        imports=("shardwise.cli.app", "shardwise.train.rank_run"),
     )
     raise Exit(code)
 

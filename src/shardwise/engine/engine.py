@@ -14,6 +14,7 @@ from shardwise.comm.groups import MeshGroups
 from shardwise.engine.activations.wrap import wrap_units
 from shardwise.engine.core.core import Core
 from shardwise.engine.core.flat import FlatParams
+from shardwise.engine.core.step_events import announce
 from shardwise.engine.core.tape import Tape
 from shardwise.engine.guards.guards import Guards
 from shardwise.engine.guards.inner_calls import InnerCalls
@@ -113,7 +114,7 @@ class Engine:
         """Refuse `what` where the parameters are not the model's trained state."""
         self.check_between_steps(what=what)
         self.guards.managed.check(thorough=True)
-        self.guards.managed.settle()
+        announce(self.core.events.values_read, False)
 
 
 # An attribute of the model, because a table by model would keep both alive: an engine holds its model.

@@ -44,6 +44,15 @@ class OurEngine(TrainingEngine):
     def held_tensors(self, model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[tuple[str, Tensor]]:
         return held_tensors(model, optimizer)
 
+    def listen_to_writes(self, model: nn.Module, optimizer: Optimizer | None, hear: Callable[..., None]) -> None:
+        events = engine_of(model).core.events
+        for event in (events.update_begins, events.values_read):
+            if hear not in event:
+                event.append(hear)
+
+    def replays_updates(self, model: nn.Module) -> bool:
+        return bool(engine_of(model).captured)
+
     # Plans and steps
 
     def replan(self, model: nn.Module, plan: Plan) -> None:

@@ -32,7 +32,7 @@ class OwnedSlice:
     """Elements `start` to `stop` of a parameter, counted through all its dimensions.
 
     parameter    the tensor that the optimizer steps: those elements, in one dimension or in the parameter's own shape
-    copy         the index of this rank among the `num_copies` ranks that hold equal elements
+    holders      the ranks that hold equal elements; `copy` is the index of this rank among them
     block        slices begin at multiples of this many elements, for an optimizer that works on blocks
     """
 
@@ -42,7 +42,7 @@ class OwnedSlice:
     stop: int
     parameter: nn.Parameter
     copy: int
-    num_copies: int
+    holders: tuple[int, ...]
     block: int = 1
 
     @property
@@ -102,6 +102,14 @@ class HeldState(ABC):
     @abstractmethod
     def held_tensors(self, model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield (category, tensor) for all known memory of the model and its optimizer."""
+
+    @abstractmethod
+    def listen_to_writes(self, model: nn.Module, optimizer: Optimizer | None, hear: Callable[..., None]) -> None:
+        """Call `hear` from now on before the state is written. A second time, and under a new plan, it counts once."""
+
+    def replays_updates(self, model: nn.Module) -> bool:
+        """Return whether updates are replayed as graphs, where no listener is called."""
+        return False
 
 
 class TrainingEngine(HeldState):

@@ -25,6 +25,7 @@ from shardwise.integrations.loss_parameters import hold_loss_parameters, without
 from shardwise.integrations.tested_versions import warn_if_untested
 from shardwise.integrations.trainer_arguments import checked_plan
 from shardwise.integrations.trainer_auto import solved_plan
+from shardwise.integrations.trainer_recovery import TrainerRecovery
 from shardwise.plan import Plan
 
 # Callbacks between backward and the end of the update. A captured step has no place for them.
@@ -34,7 +35,11 @@ _CHOOSE = "trainer.train() chooses it from the first batch; to evaluate or predi
 
 
 class ShardwiseMixin:
-    """A mixin in front of a Trainer class, whose models run `plan`: a Plan, a strategy (default: ddp), or "auto"."""
+    """A mixin in front of a Trainer class, whose models run `plan`: a Plan, a strategy (default: ddp), or "auto".
+
+    With `memory`, train() keeps snapshots in /dev/shm, and continues from them when the ranks are started again: every
+    so many steps, or True: as often as costs 1% of the time.
+    """
 
     # Attributes of the Trainer, for the type checker.
     accelerator: Any
@@ -43,9 +48,11 @@ class ShardwiseMixin:
     model: Any
     optimizer: Any
 
-    def __init__(self, *arguments: Any, plan: Plan | str = "ddp", **options: Any) -> None:
+    def __init__(self, *arguments: Any, plan: Plan | str = "ddp", memory: bool | int = False, **options: Any) -> None:
         warn_if_untested("transformers")
         self._asked_plan = plan
+        self._asked_memory = memory
+        self._recovery: TrainerRecovery | None = None
         # All weights of the model, while one rank writes them.
         self._gathered: dict[str, Tensor] | None = None
         # A step with its update, and its (model, optimizer); None while the Trainer runs the steps.
@@ -71,15 +78,50 @@ class ShardwiseMixin:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         ShardwiseAccelerator.adopt(self.accelerator, plan=plan, choose=_CHOOSE)
 
-    def train(self, *arguments: Any, **options: Any) -> Any:
-        """Solve `plan="auto"`, then call the Trainer's own method. Collective."""
+    def train(self, resume_from_checkpoint: Any = None, *arguments: Any, **options: Any) -> Any:
+        """Solve `plan="auto"`, look for a snapshot in memory, then call the Trainer's own method. Collective."""
         if self.plan.is_auto:
             self.accelerator.run_plan(solved_plan(self, plan=self.plan))
         for callback in self.callback_handler.callbacks:
             # TRL's, which moves a reference model towards the trained one, parameter by parameter.
             if hasattr(type(callback), "sync_target_model"):
                 callback.sync_target_model = partial(_sync_unsharded, type(callback).sync_target_model)
-        return super().train(*arguments, **options)  # type: ignore[misc]
+        if not self._asked_memory:
+            return super().train(resume_from_checkpoint, *arguments, **options)  # type: ignore[misc]
+        every = None if self._asked_memory is True else self._asked_memory
+        output_dir: str = self.args.output_dir
+        ended = False
+        self._recovery = TrainerRecovery(output_dir, device=self.accelerator.device, every=every)
+        try:
+            found = self._recovery.find(output_dir, asked=resume_from_checkpoint)
+            result = super().train(found, *arguments, **options)  # type: ignore[misc]
+            ended = True
+            return result
+        finally:
+            self._recovery.close(free=ended)
+            self._recovery = None
+
+    def _maybe_log_save_evaluate(self, *arguments: Any, **options: Any) -> None:
+        super()._maybe_log_save_evaluate(*arguments, **options)  # type: ignore[misc]
+        if self._recovery is not None:
+            scheduler, state = self.lr_scheduler, self.state  # type: ignore[attr-defined]
+            self._recovery.completed(self.model, self.optimizer.optimizer, scheduler, state)
+
+    def _load_from_checkpoint(self, folder: str, *arguments: Any, **options: Any) -> None:
+        if self._recovery is None or not self._recovery.is_ours(folder):
+            super()._load_from_checkpoint(folder, *arguments, **options)  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if self._recovery is not None and self._recovery.is_ours(checkpoint):
+            self._recovery.load(self.model, self.optimizer.optimizer, self.lr_scheduler)  # type: ignore[attr-defined]
+        else:
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if self._recovery is not None and self._recovery.is_ours(checkpoint):
+            self._recovery.restore_random_states()
+        else:
+            super()._load_rng_state(checkpoint)  # type: ignore[misc]
 
     def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
         """Do nothing: `prepare` moves each rank's slices, so that the whole model need not fit on a device."""

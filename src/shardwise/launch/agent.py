@@ -6,6 +6,7 @@ torch's LocalElasticAgent starts the ranks, watches them and starts them again. 
     failure      when a rank has failed, the others hang in a collective where no signal handler runs. torch's agent
                  waits 30 s for them; this one kills them as soon as the cause is known.
     signals      are passed on to the ranks, which save and exit; they do not interrupt the agent.
+    restart      ranks are forked from a process that has imported everything (warm_start.py), once that is ready.
 """
 
 import os
@@ -26,10 +27,11 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from shardwise.autopsy.own_record import clear_records, path_of
-from shardwise.comm.job_environment import AUTOPSY, STORE
+from shardwise.comm.job_environment import AUTOPSY, SNAPSHOTS, STORE
 from shardwise.files.regular_file import open_to_append
 from shardwise.launch.failure import LAST_WORDS_SECONDS, LOG, Failure, ended, first, reported
 from shardwise.launch.rank_process import LAUNCHER
+from shardwise.launch.warm_start import WarmStart, forking
 
 _MONITOR_SECONDS = 0.05
 # How long ranks that lose a peer have to write a record before the job ends. They notice when the failed rank's process
@@ -94,6 +96,8 @@ class Files:
 
     private: Path
     logs: Path
+    # Names the snapshots that ranks keep in memory (recovery/).
+    snapshots: str = ""
 
     @property
     def records(self) -> Path:
@@ -127,7 +131,7 @@ class _Environment(LogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         restarts = int(envs[0]["TORCHELASTIC_RESTART_COUNT"])
-        threads = max(1, (os.cpu_count() or 1) // len(envs))
+        threads = _num_threads(len(envs))
         reports = {rank: str(self._files.report(restarts=restarts, rank=rank)) for rank in envs}
         for rank, environment in envs.items():
             log = self._files.log(rank=rank)
@@ -137,11 +141,12 @@ class _Environment(LogsSpecs):
                 LAUNCHER: str(os.getpid()),
                 LOG: str(log),
                 AUTOPSY: str(self._files.records),
+                SNAPSHOTS: self._files.snapshots,
                 STORE: str(self._files.store(restarts=restarts)),
                 "TORCHELASTIC_ERROR_FILE": reports[rank],
                 "GLOO_SOCKET_IFNAME": "lo",
                 "NCCL_SOCKET_IFNAME": "lo",
-                "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+                "OMP_NUM_THREADS": threads,
             }
         # The ranks redirect their output themselves.
         terminal = dict.fromkeys(envs, "")
@@ -152,11 +157,22 @@ class _Environment(LogsSpecs):
         return str(self._files.logs)
 
 
+def _num_threads(num_ranks: int) -> str:
+    return os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
+
+
 class Agent(LocalElasticAgent):
     """Runs `program arguments…` on `num_ranks` local ranks until they have ended or JobFailed is raised."""
 
     def __init__(
-        self, command: Sequence[str], *, num_ranks: int, max_restarts: int, files: Files, grace_seconds: float
+        self,
+        command: Sequence[str],
+        *,
+        num_ranks: int,
+        max_restarts: int,
+        files: Files,
+        grace_seconds: float,
+        imports: Sequence[str] = (),
     ) -> None:
         spec = WorkerSpec(
             role="rank",
@@ -170,6 +186,8 @@ class Agent(LocalElasticAgent):
             monitor_interval=_MONITOR_SECONDS,
         )
         super().__init__(spec, _Environment(files))
+        self._command, self._imports = command, imports
+        self._warm: WarmStart | None = None
         self._files = files
         self._grace_seconds = grace_seconds
         self._deadline = float("inf")
@@ -186,7 +204,11 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._num_starts += 1
         clear_records(self._files.records)
-        self._pids = super()._start_workers(worker_group)
+        with forking(self._warm, self._command):
+            self._pids = super()._start_workers(worker_group)
+        if self._warm is None and worker_group.spec.max_restarts:
+            num_threads = _num_threads(worker_group.spec.local_world_size)
+            self._warm = WarmStart(self._imports, num_threads=num_threads)
         # These replace torch's own handlers, which interrupt the agent wherever it is.
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             ignored = number == signal.SIGHUP and self._ignores_hangup
@@ -195,6 +217,11 @@ class Agent(LocalElasticAgent):
             # The signal came between two starts.
             self._terminate_ranks()
         return self._pids
+
+    def close(self) -> None:
+        """End the warm process."""
+        if self._warm is not None:
+            self._warm.close()
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal: ask the ranks once to save and exit. A second ^C does not wait for them."""

@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from shardwise.launch.agent import Agent, Files, JobFailed, JobStopped
 from shardwise.launch.folder_lock import InvalidFolder, locked
+from shardwise.recovery.memory_folder import snapshots_of_launch
 
 LOGS = "logs"
 """The folder with the ranks' logs, in the run folder."""
@@ -31,12 +32,14 @@ def launch(
     folder: Path,
     grace_seconds: float = 60.0,
     program: str = "shardwise",
+    imports: Sequence[str] = (),
 ) -> int:
     """Run `python -m program arguments…` on `num_ranks` local ranks, and return the exit code.
 
     If a rank is killed, or fails because of the device, the disk or the network, all ranks are started again, at most
     `max_restarts` times; any other failure ends the job. SIGTERM and ^C are passed on to the ranks as SIGTERM, and they
-    have `grace_seconds` to exit. Only the main thread can call this.
+    have `grace_seconds` to exit. `imports` are modules of the program that a restart need not import again. Only the
+    main thread can call this.
     """
     try:
         stopped_by = run_job(
@@ -46,6 +49,7 @@ def launch(
             folder=folder,
             grace_seconds=grace_seconds,
             program=program,
+            imports=imports,
         )
     except JobFailed as end:
         failure = end.failure
@@ -59,25 +63,35 @@ def launch(
 
 
 def run_job(
-    arguments: Sequence[str], *, num_ranks: int, max_restarts: int, folder: Path, grace_seconds: float, program: str
+    arguments: Sequence[str],
+    *,
+    num_ranks: int,
+    max_restarts: int,
+    folder: Path,
+    grace_seconds: float,
+    program: str,
+    imports: Sequence[str] = (),
 ) -> signal.Signals | None:
     """Run a job as `launch` does, without reporting. Return the signal after which all ranks ended well, if any.
 
     Raises JobFailed, with the report of the first rank that failed, or JobStopped.
     """
-    with _claimed(folder) as private, _restored():
+    with _claimed(folder) as private, snapshots_of_launch() as key, _restored():
         agent = Agent(
             (program, *arguments),
             num_ranks=num_ranks,
             max_restarts=max_restarts,
-            files=Files(private=private, logs=folder / LOGS),
+            files=Files(private=private, logs=folder / LOGS, snapshots=key),
             grace_seconds=grace_seconds,
+            imports=imports,
         )
         try:
             agent.run()
         except SignalException as end:
             # It came while the ranks were being started.
             raise JobStopped(signal.Signals(end.sigval)) from end
+        finally:
+            agent.close()
     return agent.stopped_by
 
 

@@ -20,13 +20,14 @@ from shardwise.launch.failure import report, stalls_reported, write_to_log
 
 # The variable that holds the launcher's process id.
 LAUNCHER = "SHARDWISE_LAUNCHER"
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
 def main() -> None:
     """Run the program that the arguments name, as one rank."""
     end_with(int(os.environ[LAUNCHER]))
     rank = start_of(os.environ).rank
+    _show_name(f"shardwise {rank}")
     if rank != 0:
         write_to_log(1, 2)
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -68,6 +69,11 @@ def end_with(launcher: int) -> None:
     if os.getppid() != launcher:
         # It has ended already.
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _show_name(name: str) -> None:
+    """Name the process for ps and top: a rank that was forked has the command line of what it was forked from."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The state of a torch module whose tensors are held by torch alone: on torch's engines, or without an engine."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import prod
 
 import torch.distributed as dist
@@ -71,6 +71,10 @@ class PlainModel(HeldState):
     def check_values(self, model: nn.Module, *, what: str) -> None:
         """Do nothing: averages are only applied to models of our engine."""
 
+    def listen_to_writes(self, model: nn.Module, optimizer: Optimizer | None, hear: Callable[..., None]) -> None:
+        if optimizer is not None and hear not in optimizer._optimizer_step_pre_hooks.values():
+            optimizer.register_step_pre_hook(hear)
+
     def held_tensors(self, model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield what the optimizer steps, its gradients and its state. Buffers of torch's engines cannot be found."""
         groups = optimizer.param_groups if optimizer is not None else [{"params": list(model.parameters())}]
@@ -93,7 +97,8 @@ def _slice(name: str, parameter: nn.Parameter) -> OwnedSlice:
     """Return a whole parameter, or the rows that `fully_shard` left here: either way one range of its elements."""
     shape = tuple(parameter.shape)
     start, stop = 0, prod(shape)
-    copy, num_copies = 0, 1
+    copy = 0
+    holders: tuple[int, ...] = (dist.get_rank() if _in_a_job() else 0,)
     if isinstance(parameter, dtensor_types()):
         (chunk,) = parameter.__create_chunk_list__()
         if tuple(chunk.sizes[1:]) != shape[1:]:
@@ -102,9 +107,7 @@ def _slice(name: str, parameter: nn.Parameter) -> OwnedSlice:
         start, stop = chunk.offsets[0] * row, (chunk.offsets[0] + chunk.sizes[0]) * row
         mesh = parameter.device_mesh
         if mesh.ndim == 2:
-            copy, num_copies = mesh.get_local_rank(0), mesh.size(0)
+            copy, holders = mesh.get_local_rank(0), tuple(mesh.mesh[:, mesh.get_local_rank(1)].tolist())
     elif _in_a_job():
-        copy, num_copies = dist.get_rank(), dist.get_world_size()
-    return OwnedSlice(
-        name=name, shape=shape, start=start, stop=stop, parameter=parameter, copy=copy, num_copies=num_copies
-    )
+        copy, holders = dist.get_rank(), tuple(range(dist.get_world_size()))
+    return OwnedSlice(name=name, shape=shape, start=start, stop=stop, parameter=parameter, copy=copy, holders=holders)

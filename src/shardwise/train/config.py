@@ -142,7 +142,16 @@ class CheckpointSection(ConfigSection):
     every: int = key(1000, "steps between checkpoints; 0: only at the end and on SIGTERM", least=0)
     keep: int = key(2, "how many of the newest to keep", least=1)
     asynchronous: bool = key(True, "written while training continues")
+    memory: bool = key(False, "keep snapshots in /dev/shm too: a rank that dies costs seconds (docs/recovery.md)")
+    memory_every: int | None = key(None, "steps between those (default: as often as costs 1% of the time)", least=1)
+    copies: int = key(1, "with several nodes: copies of each of those on another node", least=0, most=1)
+    detached: bool = key(False, "written from the snapshot in memory, by a process of its own (needs memory)")
     grace_seconds: float = key(60.0, "after SIGTERM: time to write the checkpoint before the rank is killed", above=1)
+
+    def __post_init__(self) -> None:
+        ConfigSection.__post_init__(self)
+        if self.detached and not self.memory:
+            raise InvalidConfig("checkpoint.detached = true needs checkpoint.memory = true")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

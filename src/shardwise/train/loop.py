@@ -28,11 +28,13 @@ from shardwise.train.metrics import MetricsRecorder, StepMetrics, Taken, Window
 from shardwise.train.nonfinite import FirstNonFinite, NonFinite, check_finite, find_first_nonfinite
 from shardwise.train.optimizers import set_lr
 from shardwise.train.preemption import Preemption
+from shardwise.train.run_folder import save_step
 from shardwise.train.training_step import Pass, run_passes, run_step
 from shardwise.vocabulary.quantities import seconds_text
 
 if TYPE_CHECKING:
     from shardwise.checkpoint import Checkpoints
+    from shardwise.recovery.recovery import Recovery
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,6 +46,7 @@ class Training:
     nonfinite     the source of a NaN or Inf in the steps that were not read yet
     guard         undoes a step in which a rank ran out of memory (memory_retry.py)
     before_read   with such a guard: the random states before the batches of this step were read
+    recovery      keeps snapshots in memory, if the config asks for them
     tell          shows a line to the user, on rank 0
     """
 
@@ -62,6 +65,7 @@ class Training:
     nonfinite: FirstNonFinite | None = None
     guard: NoGuard = field(default_factory=NoGuard)
     before_read: dict[str, Any] | None = None
+    recovery: "Recovery | None" = None
     tell: Callable[[str], None] = lambda line: None
 
 
@@ -90,15 +94,20 @@ def run_steps(
         evaluates = _evaluates(training, last=last)
         saves = stop or last or _due(training.step, training.config.checkpoint.every)
         stops = training.nonfinite is not None and options.nonfinite == "stop"
-        if evaluates or saves or stops or _due(training.step, options.log_every):
+        keeps = training.recovery is not None and training.recovery.due(training.step) and not (stop or last)
+        if evaluates or saves or stops or keeps or _due(training.step, options.log_every):
             steps = window.read()
             _check_finite(training, steps, window=window, recorder=recorder)
             if evaluates:
                 steps[-1] = replace(steps[-1], evaluation=_evaluate(training))
             # Before the checkpoint: a step that is in one is not redone, so its metrics must be on disk.
             recorder.record(steps)
-            if saves:
+            if saves and not (stop or last) and _is_detached(training):
+                _write_detached(training, checkpoints)
+            elif saves:
                 _save(training, checkpoints)
+            if keeps and training.recovery is not None:
+                training.recovery.take(training.model, training.optimizer, step=training.step, **_progress(training))
             window.restart_clock()
     return stop and training.step < training.num_steps
 
@@ -277,16 +286,37 @@ def _evaluate(training: Training) -> dict[str, float]:
     )
 
 
+def _is_detached(training: Training) -> bool:
+    return training.config.checkpoint.detached and training.recovery is not None and training.recovery.writes_to_disk
+
+
+def _write_detached(training: Training, checkpoints: "Checkpoints") -> None:
+    """Have the next snapshot written to disk."""
+    assert training.recovery is not None
+    training.recovery.write_next(
+        checkpoints.folder,
+        keep=training.config.checkpoint.keep,
+        finite_only=training.config.train.nonfinite != "warn",
+        on_saved=partial(save_step, training.config.folder),
+    )
+
+
 def _save(training: Training, checkpoints: "Checkpoints") -> None:
+    if training.recovery is not None:
+        training.recovery.wait_for_disk()
     checkpoints.save(
         training.model,
         training.optimizer,
         step=training.step,
-        # The same on every rank; the learning rate is a function of the step.
-        progress={"sampler": training.sampler.state_dict(), "scaler": training.scaler.state_dict()},
-        own=random_states(training.device),
+        **_progress(training),
         finite_only=training.config.train.nonfinite != "warn",
     )
+
+
+def _progress(training: Training) -> dict[str, Any]:
+    # The same on every rank; the learning rate is a function of the step.
+    progress = {"sampler": training.sampler.state_dict(), "scaler": training.scaler.state_dict()}
+    return {"progress": progress, "own": random_states(training.device)}
 
 
 def _evaluates(training: Training, *, last: bool) -> bool:

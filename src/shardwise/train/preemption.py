@@ -1,8 +1,7 @@
 """SIGTERM and SIGHUP: the ranks agree on the step after which they stop, so that all of them save the last checkpoint.
 
 A signal may reach one rank alone, or each rank in another step, and a rank that saved alone would wait for ever. So
-after every step each rank sends whether it has been signalled, in an all-reduce of one number on a Gloo group of its
-own, and reads the answer one step later, when it has long arrived: no rank waits, and no GPU is involved.
+after every step each rank sends whether it has been signalled, and reads the answer one step later (step_flags.py).
 """
 
 import os
@@ -13,36 +12,29 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-import torch
-import torch.distributed as dist
+from shardwise.comm.step_flags import StepFlags
 
 SAME_REQUEST_SECONDS = 1.0
+_STOP = "stop"
 
 
 class Preemption:
-    """A request to stop: if any rank was signalled, all ranks learn of it after the same step."""
+    """A request to stop: if any rank was signalled, all ranks learn of it after the same step.
 
-    def __init__(self, *, group: dist.ProcessGroup, grace_seconds: float) -> None:
-        self._group = group
-        self._grace_seconds = grace_seconds
+    flags   what ranks exchange after each step; others may add to it
+    """
+
+    def __init__(self, *, grace_seconds: float) -> None:
         self._signalled = False
-        self._sent: torch.Tensor | None = None
-        self._work: dist.Work | None = None
+        self.flags = StepFlags()
+        self.flags.register(_STOP, lambda: int(self._signalled))
+        self._grace_seconds = grace_seconds
         self._timer: threading.Timer | None = None
 
     def agreed(self) -> bool:
         """Return whether any rank had been signalled at its last call. Collective: after each step, on every rank."""
-        stop = self._answer()
-        self._sent = torch.tensor([int(self._signalled)])
-        self._work = dist.all_reduce(self._sent, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-        return stop
-
-    def _answer(self) -> bool:
-        if self._work is None or self._sent is None:
-            return False
-        self._work.wait()
-        self._work = None
-        return bool(self._sent.item())
+        self.flags.exchange()
+        return bool(self.flags.agreed[_STOP])
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Note the first signal; the next one, or the end of the grace time, kills the process as usual.
@@ -59,11 +51,6 @@ class Preemption:
         time.sleep(SAME_REQUEST_SECONDS)
         signal.signal(number, signal.SIG_DFL)
 
-    def end(self) -> None:
-        """Read the last answer, so that its all-reduce is over, and destroy the group."""
-        self._answer()
-        dist.destroy_process_group(self._group)
-
     def cancel_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
@@ -76,7 +63,7 @@ def preemption(*, grace_seconds: float) -> Iterator[Preemption]:
     Only a process's main thread can handle signals; on another thread they keep their effect. A SIGHUP that is ignored
     (nohup) stays ignored.
     """
-    request = Preemption(group=dist.new_group(backend="gloo"), grace_seconds=grace_seconds)
+    request = Preemption(grace_seconds=grace_seconds)
     on_main_thread = threading.current_thread() is threading.main_thread()
     numbers = [signal.SIGTERM, signal.SIGHUP] if on_main_thread else []
     before = {number: signal.getsignal(number) for number in numbers}
@@ -88,7 +75,7 @@ def preemption(*, grace_seconds: float) -> Iterator[Preemption]:
     mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
     try:
         yield request
-        request.end()
+        request.flags.close()
     finally:
         request.cancel_timer()
         if on_main_thread:

@@ -9,16 +9,20 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from shardwise.checkpoint import Checkpoints, Loaded
-from shardwise.comm.agreement import agree
+from shardwise.checkpoint import Checkpoints
+from shardwise.comm.agreement import agree, exchange
 from shardwise.comm.job_environment import by_our_launcher
 from shardwise.comm.join import Place, joined
 from shardwise.comm.rank_progress import PROGRESS
 from shardwise.comm.record_writer import RECORDS
+from shardwise.comm.step_flags import StepFlags
 from shardwise.engine.protocol import require_engine
 from shardwise.engine.random_states import restore_random_states
 from shardwise.launch.failure import report, stalls_reported
 from shardwise.launch.folder_lock import locked
+from shardwise.recovery.memory_key import key_for
+from shardwise.recovery.newest import newest_state
+from shardwise.recovery.recovery import Recovery
 from shardwise.train import run_folder
 from shardwise.train.auto_plan import ChosenPlan, choose_plan, limit_to_budget
 from shardwise.train.config import TrainConfig
@@ -111,6 +115,7 @@ def _run(
             asynchronous=config.checkpoint.asynchronous,
             on_saved=partial(run_folder.save_step, config.folder),
         )
+        _protect(training, flags=request.flags, held=held)
         _resume(training, checkpoints, place=place)
         _describe_start(training, notes=notes, chosen=chosen)
         chosen = probe_memory(training, chosen=chosen)
@@ -119,6 +124,8 @@ def _run(
         with closing(recorder):
             preempted = run_steps(training, checkpoints=checkpoints, request=request, recorder=recorder)
         checkpoints.close()
+        if training.recovery is not None:
+            training.recovery.close()
         if preempted:
             training.tell(f"Stopped. Checkpoint saved at step {training.step}; rerun the same command to resume.")
     return Outcome(
@@ -151,15 +158,27 @@ def _claim(config: TrainConfig, *, place: Place, fresh: bool, command: Sequence[
     return notes
 
 
+def _protect(training: Training, *, flags: StepFlags, held: ExitStack) -> None:
+    """Keep snapshots in memory, if the config asks for them."""
+    config = training.config
+    if not config.checkpoint.memory:
+        return
+    key = exchange(key_for(config.folder) if training.sharing.rank == 0 else "")[0]
+    options = config.checkpoint
+    training.recovery = Recovery(
+        key=key, flags=flags, every=options.memory_every, copies=options.copies, tell=training.tell
+    )
+    held.callback(training.recovery.release)
+
+
 def _resume(training: Training, checkpoints: Checkpoints, *, place: Place) -> None:
-    """Load the newest good checkpoint, if there is one, and open the data at its position."""
-    saved = checkpoints.latest()
-    loaded: Loaded | None = None
-    if saved is None:
+    """Load the newest state, from memory or the newest good checkpoint, and open the data at its position."""
+    loaded = newest_state(
+        training.recovery, training.model, training.optimizer, checkpoints=checkpoints, tell=training.tell
+    )
+    if loaded is None:
         agree(partial(_check_nothing_saved, training.config, place=place), what="run folders")
     else:
-        training.tell(f"Loading checkpoint {saved.path.name} …")
-        loaded = checkpoints.load(saved, training.model, training.optimizer)
         training.step = loaded.step
         PROGRESS.step = loaded.step + 1
         training.sampler.load_state_dict(loaded.progress["sampler"])

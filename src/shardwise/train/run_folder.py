@@ -6,6 +6,7 @@ auto.json          with plan.strategy = "auto": the question and the chosen plan
 environment.json   versions, devices, number of ranks, command line
 metrics.jsonl      one line per step
 checkpoints/       step-00001000/ …
+snapshots.json     with checkpoint.memory: the key of the snapshots in /dev/shm
 saved.json         the step of the newest checkpoint; outside checkpoints/, which may be a volume that is not mounted
 tensorboard/       if it is installed
 logs/              the output of each rank, if our launcher started them
@@ -27,6 +28,7 @@ from shardwise.checkpoint.disk import Disk
 from shardwise.checkpoint.folder import checkpoints_in, sweep
 from shardwise.errors import InvalidPlan
 from shardwise.files.atomic import atomic_write
+from shardwise.recovery.memory_key import forget
 from shardwise.train.config import TrainConfig
 from shardwise.train.config_section import InvalidConfig
 from shardwise.vocabulary.version import __version__
@@ -116,6 +118,7 @@ def _saved_step(folder: Path) -> int | None:
 
 
 def _clear(folder: Path) -> None:
+    forget(folder)
     for name in (CHECKPOINTS, TENSORBOARD):
         path = folder / name
         if path.is_symlink():

@@ -18,6 +18,7 @@ from shardwise.engine.core.assembly import make_flat, make_unit
 from shardwise.engine.core.core import Core
 from shardwise.engine.core.core_setting import CoreSetting
 from shardwise.engine.core.flat import FlatParams
+from shardwise.engine.core.step_events import announce
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.engine.guards.guard import wake
 from shardwise.engine.guards.guards import Guards
@@ -121,7 +122,7 @@ def _settle(engine: Engine) -> None:
     """Wait for all communication, and copy values that users have written to where they belong."""
     engine.core.wait_gathers()
     engine.guards.managed.check(thorough=True)
-    engine.guards.managed.settle()
+    announce(engine.core.events.values_read, False)
     engine.guards.managed.writes.follow_grads()
     engine.core.land()
 

@@ -53,7 +53,7 @@ def _owned_slices(engine: Engine) -> list[OwnedSlice]:
                     stop=start + part.stop - part.start,
                     parameter=part.parameter,
                     copy=copies.index,
-                    num_copies=copies.size,
+                    holders=copies.ranks,
                     block=flat.block,
                 )
             )
@@ -71,7 +71,7 @@ def _stepped(engine: Engine, slices: list[OwnedSlice]) -> list[OwnedSlice]:
             stop=prod(matrix.shape),
             parameter=matrix.unsharded,
             copy=matrix.flat.groups.replicate.index,
-            num_copies=matrix.flat.groups.replicate.size,
+            holders=matrix.flat.groups.replicate.ranks,
         )
         for matrix in matrices
         if matrix.unsharded is not None

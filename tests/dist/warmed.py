@@ -1,0 +1,45 @@
+"""A rank's program that kills its rank 1 until it was forked from a warm process; then it says what it is."""
+
+import sys
+
+# Before anything is imported here.
+WARM = "shardwise.engines" in sys.modules
+
+import json  # noqa: E402
+import os  # noqa: E402
+import random  # noqa: E402
+import signal  # noqa: E402
+import time  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    rank = int(os.environ["RANK"])
+    if not WARM:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL if rank == 1 else 0)
+        time.sleep(100)
+    import torch
+    import torch.distributed as dist
+
+    from shardwise.comm.join import joined
+
+    with joined(torch.device("cpu")):
+        total = torch.ones(4)
+        dist.all_reduce(total)
+    found = {
+        "parent": os.getppid() == int(os.environ["SHARDWISE_LAUNCHER"]),
+        "leads": os.getpgid(0) == os.getpid(),
+        "total": total.tolist(),
+        "threads": torch.get_num_threads(),
+        "random": random.random(),
+        "words": sys.argv[2:],
+    }
+    (folder / f"rank-{rank}.json").write_text(json.dumps(found))
+    if "fail" in sys.argv:
+        raise ValueError("as asked")
+
+
+if __name__ == "__main__":
+    main()
