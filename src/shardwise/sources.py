@@ -3,7 +3,8 @@
 gpt2-124m                  a catalogue model: its spec comes with the package
 params:60b                 a number of parameters; nothing else is known of the model
 python:FILE.py:function    your own Task
-hf:DIR (or hf:DIR/config.json), timm:NAME, torchvision:NAME    models of other libraries (trace/foreign.py)
+hf:DIR (or hf:DIR/config.json, hf:Qwen/Qwen3-8B), timm:NAME, torchvision:NAME    models of other libraries
+                           (trace/foreign.py)
 """
 
 import gc
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.errors import InvalidModel
 from shardwise.models.catalogue import shape_of
-from shardwise.models.shapes import GPTShape, LlamaShape
+from shardwise.models.shapes import GPTShape, LlamaShape, TokenShape
 from shardwise.plan import Plan
 from shardwise.planner.memory.peak import computes_in
 from shardwise.planner.ways import traced_ways
@@ -112,7 +113,7 @@ class Source:
         if self._is_given or self.reference.startswith(("python:", *FOREIGN)) or self._kernels != "cuda":
             return False
         shape = shape_of(self.reference)
-        if isinstance(shape, GPTShape | LlamaShape):
+        if isinstance(shape, TokenShape):
             # A longer GPT has more positions, which are parameters.
             longest = shape.max_seq if isinstance(shape, GPTShape) else 2**40
             return self._image is None and 1 <= (self._seq or 1) <= longest

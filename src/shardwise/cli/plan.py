@@ -27,7 +27,8 @@ from shardwise.vocabulary.quantities import SIZE_EXAMPLE, byte_count
 
 def plan(
     model: Annotated[
-        str | None, Argument(help="A catalogue name, hf:DIR, timm:NAME, params:60b or python:FILE.py:function.")
+        str | None,
+        Argument(help="A catalogue name, hf:DIR, hf:Qwen/Qwen3-8B, timm:NAME, params:60b or python:FILE.py:function."),
     ] = None,
     cluster: Annotated[str | None, Option(help="8xh100-80gb, 16x8xa100-40gb@ib-8x200, or a TOML file.")] = None,
     strategy: Annotated[

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from shardwise.errors import InvalidData
 from shardwise.files.cache_folder import cached_text, keep_text
+from shardwise.files.hub_cache import config_folder
+from shardwise.models.transformers_shapes import TRANSFORMERS_SHAPES
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.store import decode_text, encode_text
 
@@ -39,15 +41,11 @@ def spec_key(
     config = _text(Path(config_folder(name), "config.json")) if kind == "hf" and colon else ""
     if config is None:
         return None
-    packages = ("shardwise", "torch", *(_LIBRARIES[kind] if colon else ()))
+    of_transformers = not colon and reference in TRANSFORMERS_SHAPES
+    libraries = _LIBRARIES["hf" if of_transformers else kind] if colon or of_transformers else ()
+    packages = ("shardwise", "torch", *libraries)
     asked = [reference, seq, image, kernels, sorted(ways), config]
     return json.dumps([asked, platform.python_version(), platform.machine(), *map(_fingerprint, packages)])
-
-
-def config_folder(name: str) -> str:
-    """Return the folder of `hf:DIR` or `hf:DIR/config.json`."""
-    path = Path(name)
-    return str(path.parent) if path.name == "config.json" else name
 
 
 def kept_spec(key: str | None) -> ModelSpec | None:
