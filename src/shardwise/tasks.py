@@ -40,6 +40,7 @@ class Task:
     make_batch(size)         a batch of `size` samples of any values, for tracing and measuring
     dataset, eval_dataset    samples that torch's default collate can make into batches
     evaluate(model, batch)   sums over the batch
+    weights                  values by parameter name, for a model on the meta device (shardwise.prepare)
     """
 
     model: nn.Module
@@ -48,6 +49,7 @@ class Task:
     dataset: Dataset[Any] | None = None
     eval_dataset: Dataset[Any] | None = None
     evaluate: Callable[[nn.Module, Any], Sums] | None = None
+    weights: Mapping[str, Tensor] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):

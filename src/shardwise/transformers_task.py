@@ -1,6 +1,7 @@
 """Tasks of language models of the transformers library: next-token prediction with the usual loss."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ def task_of_model(model: nn.Module, *, seq: int) -> Task:
     return Task(model=model, loss=cross_entropy_of_logits, make_batch=make_batch, evaluate=sums_of_logits)
 
 
-def with_data(task: Task, dataset: str | None, *, seq: int, vocab_size: int) -> Task:
+def with_data(task: Task, dataset: str | None, *, seq: int, vocab_size: int, tokenizer: Path | None = None) -> Task:
     """Return the task with the splits of a dataset of tokens."""
     if dataset is None:
         return task
@@ -58,7 +59,7 @@ def with_data(task: Task, dataset: str | None, *, seq: int, vocab_size: int) -> 
             f"{type(task.model).__name__} fills in masked tokens, for which no dataset masks any: "
             "train it with a python: task"
         )
-    splits = token_splits(dataset, seq=seq, vocab_size=vocab_size)
+    splits = token_splits(dataset, seq=seq, vocab_size=vocab_size, tokenizer=tokenizer)
     return replace(task, dataset=splits.training, eval_dataset=splits.evaluation)
 
 

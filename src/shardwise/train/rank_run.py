@@ -119,6 +119,8 @@ def _run(
         with closing(recorder):
             preempted = run_steps(training, checkpoints=checkpoints, request=request, recorder=recorder)
         checkpoints.close()
+        if config.task.is_checkpoint and not preempted:
+            _save_model(training)
         if preempted:
             training.tell(f"Stopped. Checkpoint saved at step {training.step}; rerun the same command to resume.")
     return Outcome(
@@ -128,6 +130,15 @@ def _run(
         last=recorder.last,
         folder=config.folder,
     )
+
+
+def _save_model(training: Training) -> None:
+    from shardwise.integrations.fine_tune import save_fine_tuned
+
+    config = training.config
+    save_fine_tuned(training.model, config.folder / run_folder.MODEL, base=config.task.model.removeprefix("hf:"))
+    what = "adapters" if config.task.lora is not None else "model"
+    training.tell(f"The {what} for from_pretrained: {config.folder / run_folder.MODEL}")
 
 
 def _claim(config: TrainConfig, *, place: Place, fresh: bool, command: Sequence[str], held: ExitStack) -> list[str]:

@@ -6,6 +6,7 @@ auto.json          with plan.strategy = "auto": the question and the chosen plan
 environment.json   versions, devices, number of ranks, command line
 metrics.jsonl      one line per step
 checkpoints/       step-00001000/ …
+model/             of an hf: model, after the last step: the model, or its adapters, for from_pretrained
 saved.json         the step of the newest checkpoint; outside checkpoints/, which may be a volume that is not mounted
 tensorboard/       if it is installed
 logs/              the output of each rank, if our launcher started them
@@ -32,6 +33,7 @@ from shardwise.train.config_section import InvalidConfig
 from shardwise.vocabulary.version import __version__
 
 CHECKPOINTS, METRICS, TENSORBOARD = "checkpoints", "metrics.jsonl", "tensorboard"
+MODEL = "model"
 AUTO, _SAVED = "auto.json", "saved.json"
 _CONFIG, _PLAN, _ENVIRONMENT = "config.toml", "plan.toml", "environment.json"
 # With another value of these, a checkpoint's weights, optimizer state or position in the data mean nothing.
@@ -40,6 +42,10 @@ _IDENTITY = (
     "task.dataset",
     "task.seq",
     "task.image",
+    "task.tokenizer",
+    "task.lora",
+    "task.lora_alpha",
+    "task.lora_targets",
     "data.shuffle",
     "optimizer.name",
     "optimizer.decay_vectors",
