@@ -137,9 +137,10 @@ def _clear(folder: Path) -> None:
 def _changes(config: TrainConfig) -> dict[str, tuple[Any, Any]]:
     """Return key → (value of the run in the folder, value now), if there is a checkpoint to resume."""
     folder = config.folder
-    if not (folder / _CONFIG).exists() or not any((folder / CHECKPOINTS).glob("step-*")):
+    earlier = earlier_steps(folder)
+    if earlier is None:
         return {}
-    then, now = _flat(read_config(folder)), _flat(config)
+    then, now = _flat(earlier[0]), _flat(config)
     changes = {name: (then.get(name), now.get(name)) for name in {**then, **now} if then.get(name) != now.get(name)}
     for name in _IDENTITY:
         if name in changes:
@@ -161,6 +162,13 @@ def read_config(folder: Path) -> TrainConfig:
         raise InvalidConfig(
             f"{folder / _CONFIG}: cannot be read ({' '.join(str(error).split())}): --fresh starts the run again"
         ) from error
+
+
+def earlier_steps(folder: Path) -> tuple[TrainConfig, int | None] | None:
+    """Return the config of the run in a folder that can be resumed, and its samples per step; None if there is none."""
+    if not (folder / _CONFIG).exists() or not any((folder / CHECKPOINTS).glob("step-*")):
+        return None
+    return read_config(folder), samples_of_step(folder)
 
 
 def samples_of_step(folder: Path) -> int | None:
