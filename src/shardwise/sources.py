@@ -3,7 +3,8 @@
 gpt2-124m                  a catalogue model: its spec comes with the package
 params:60b                 a number of parameters; nothing else is known of the model
 python:FILE.py:function    your own Task
-hf:DIR (or hf:DIR/config.json), timm:NAME, torchvision:NAME    models of other libraries (trace/foreign.py)
+hf:DIR (or hf:DIR/config.json, hf:Qwen/Qwen3-8B), timm:NAME, torchvision:NAME    models of other libraries
+                           (trace/foreign.py)
 """
 
 import gc
@@ -15,11 +16,12 @@ from typing import TYPE_CHECKING
 
 from shardwise.errors import InvalidModel
 from shardwise.models.catalogue import shape_of
-from shardwise.models.shapes import GPTShape, LlamaShape
+from shardwise.models.shapes import GPTShape, LlamaShape, TokenShape
 from shardwise.plan import Plan
 from shardwise.planner.memory.peak import computes_in
 from shardwise.planner.ways import traced_ways
 from shardwise.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
+from shardwise.spec.adaptation import Adaptation
 from shardwise.spec.kept import keep_spec, kept_spec, spec_key
 from shardwise.spec.losses import LEAN, USUAL, with_usual_loss
 from shardwise.spec.shipped import ready_spec
@@ -42,6 +44,7 @@ class Source:
     """One model, by its reference or as a task, whose spec grows by the traces that plans need.
 
     kernels   those of a cuda or cpu device
+    adaptation   LoRA or QLoRA instead of training all parameters
     loss      of a catalogue model that reads tokens: lean, which `shardwise train` uses, or usual (spec/losses.py)
     """
 
@@ -53,10 +56,13 @@ class Source:
         image: int | None = None,
         kernels: str = "cuda",
         loss: str = LEAN,
+        adaptation: Adaptation | None = None,
         while_tracing: Callable[[str], AbstractContextManager[object]] = lambda name: nullcontext(),
     ) -> None:
         self.reference = model if isinstance(model, str) else type(model.model).__name__
-        self._seq, self._image, self._kernels = seq, image, kernels
+        self._seq, self._image, self._kernels, self._adaptation = seq, image, kernels, adaptation
+        if adaptation is not None and self.reference.startswith(("params:", "python:")):
+            raise InvalidModel(f"{self.reference}: --lora is for models by name; a python: task adds its own adapters")
         self._while_tracing = while_tracing
         self._task: Task | None = None if isinstance(model, str) else model
         # A task of the caller's is traced in any case: it has no reference by which it could be found again.
@@ -109,10 +115,11 @@ class Source:
 
     def _is_ready(self) -> bool:
         """Return whether the shipped spec holds for this sequence length, image size and kind of device."""
-        if self._is_given or self.reference.startswith(("python:", *FOREIGN)) or self._kernels != "cuda":
+        is_traced = self._is_given or self._adaptation is not None or self._kernels != "cuda"
+        if is_traced or self.reference.startswith(("python:", *FOREIGN)):
             return False
         shape = shape_of(self.reference)
-        if isinstance(shape, GPTShape | LlamaShape):
+        if isinstance(shape, TokenShape):
             # A longer GPT has more positions, which are parameters.
             longest = shape.max_seq if isinstance(shape, GPTShape) else 2**40
             return self._image is None and 1 <= (self._seq or 1) <= longest
@@ -132,7 +139,14 @@ class Source:
         """Return the spec from a new trace, or from the cache."""
         key = None
         if not self._is_given:
-            key = spec_key(self.reference, seq=self._seq, image=self._image, kernels=self._kernels, ways=ways)
+            key = spec_key(
+                self.reference,
+                seq=self._seq,
+                image=self._image,
+                kernels=self._kernels,
+                ways=ways,
+                adaptation=self._adaptation,
+            )
         traced = kept_spec(key)
         if traced is None:
             traced = self._traced(ways)
@@ -150,6 +164,10 @@ class Source:
                 from shardwise.trace.foreign import task_of
 
                 self._task = task_of(self.reference, seq=self._seq, image=self._image)
+                if self._adaptation is not None:
+                    from shardwise.trace.adapted import adapt
+
+                    adapt(self._task.model, self._adaptation, name=self.reference)
             return trace_task(self._task, name=self.reference, ways=ways, kernels=self._kernels)
 
 

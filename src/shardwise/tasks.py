@@ -23,7 +23,7 @@ from shardwise.errors import InvalidModel, ShardwiseError
 from shardwise.models.catalogue import shape_of
 from shardwise.models.lean_loss import lean_cross_entropy
 from shardwise.models.make import build_model
-from shardwise.models.shapes import GPTShape, LlamaShape, ResNetShape, ViTShape
+from shardwise.models.shapes import GPTShape, LlamaShape, ResNetShape, TokenShape, TransformersShape, ViTShape
 
 Sums = Mapping[str, Tensor]
 """Sums over a batch by name, and under "count" the number of summands; a metric is sum / count.
@@ -40,6 +40,7 @@ class Task:
     make_batch(size)         a batch of `size` samples of any values, for tracing and measuring
     dataset, eval_dataset    samples that torch's default collate can make into batches
     evaluate(model, batch)   sums over the batch
+    weights                  values by parameter name, for a model on the meta device (shardwise.prepare)
     """
 
     model: nn.Module
@@ -48,6 +49,7 @@ class Task:
     dataset: Dataset[Any] | None = None
     eval_dataset: Dataset[Any] | None = None
     evaluate: Callable[[nn.Module, Any], Sums] | None = None
+    weights: Mapping[str, Tensor] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
@@ -85,9 +87,13 @@ def load_task(
     for option, value in (("seq", seq), ("image", image)):
         if value is not None and value < 1:
             raise InvalidModel(f"--{option} {value}: must be at least 1")
-    if isinstance(shape, GPTShape | LlamaShape):
+    if isinstance(shape, TokenShape):
         if image is not None:
             raise InvalidModel(f"{reference} reads tokens: --image has no meaning; use --seq")
+        if isinstance(shape, TransformersShape):
+            from shardwise.transformers_task import transformers_task
+
+            return transformers_task(shape, dataset=dataset, seq=seq, device=device)
         return token_task(shape, dataset=dataset, seq=seq, device=device)
     if seq is not None:
         raise InvalidModel(f"{reference} reads images: --seq has no meaning; use --image")

@@ -5,7 +5,7 @@ import json
 
 from shardwise.cli.shared_options import AsJson
 from shardwise.models.catalogue import CATALOGUE
-from shardwise.models.shapes import LlamaShape, ResNetShape, Shape, ViTShape
+from shardwise.models.shapes import LlamaShape, ResNetShape, Shape, TransformersShape, ViTShape
 
 
 def models(as_json: AsJson = False) -> None:
@@ -30,6 +30,12 @@ def models(as_json: AsJson = False) -> None:
 def _dimensions(shape: Shape) -> str:
     if isinstance(shape, ResNetShape):
         return f"{'+'.join(map(str, shape.num_blocks))} {shape.block} blocks × {shape.width}, {shape.image_size} pixels"
+    if isinstance(shape, TransformersShape):
+        layers, width, heads = (
+            shape.config[key] for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
+        )
+        kv_heads = shape.config.get("num_key_value_heads", heads)
+        return f"{layers} × {width}, {heads}/{kv_heads} heads, {shape.max_seq} tokens (transformers)"
     heads = f"{shape.num_heads}/{shape.num_kv_heads}" if isinstance(shape, LlamaShape) else f"{shape.num_heads}"
     if isinstance(shape, ViTShape):
         size = f"{shape.image_size} pixels / {shape.patch_size}"

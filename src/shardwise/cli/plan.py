@@ -22,12 +22,14 @@ from shardwise.cli.shared_options import AsJson, ImageSize, SampleLength
 from shardwise.errors import InvalidPlan
 from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.systems import SYSTEMS
+from shardwise.spec.adaptation import adaptation_of
 from shardwise.vocabulary.quantities import SIZE_EXAMPLE, byte_count
 
 
 def plan(
     model: Annotated[
-        str | None, Argument(help="A catalogue name, hf:DIR, timm:NAME, params:60b or python:FILE.py:function.")
+        str | None,
+        Argument(help="A catalogue name, hf:DIR, hf:Qwen/Qwen3-8B, timm:NAME, params:60b or python:FILE.py:function."),
     ] = None,
     cluster: Annotated[str | None, Option(help="8xh100-80gb, 16x8xa100-40gb@ib-8x200, or a TOML file.")] = None,
     fabric_gbps: Annotated[
@@ -59,6 +61,11 @@ def plan(
     budget: Annotated[
         str | None, Option(help=f"Memory to use per device, such as {SIZE_EXAMPLE} (default: all).")
     ] = None,
+    lora: Annotated[int | None, Option(min=1, help="Rank of LoRA adapters, which alone are trained.")] = None,
+    lora_targets: Annotated[
+        str | None, Option(help="Linear layers with adapters, such as q_proj,v_proj (default: all of the blocks).")
+    ] = None,
+    quantize: Annotated[str | None, Option(help="With --lora: the frozen base in nf4 (QLoRA).")] = None,
     optimizer: Annotated[str, Option(help=f"{', '.join(OPTIMIZERS)}.")] = "adamw",
     goal: Annotated[str, Option(help="What to prefer: throughput, or a small memory peak (memory).")] = "throughput",
     engine: Annotated[str | None, Option(help="shardwise (default), or torch's own DDP and fully_shard.")] = None,
@@ -161,7 +168,14 @@ def plan(
         capture=capture,
     )
     question = PlanQuestion(
-        source=source_of(model, seq=seq, image=image, loss=loss, chosen=chosen),
+        source=source_of(
+            model,
+            seq=seq,
+            image=image,
+            loss=loss,
+            chosen=chosen,
+            adaptation=adaptation_of(lora, targets=lora_targets, quantize=quantize),
+        ),
         plan=asked,
         strategy=chosen.strategy,
         cluster=where,

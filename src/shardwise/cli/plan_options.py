@@ -9,6 +9,7 @@ from shardwise.cli.terminal import status_line
 from shardwise.errors import InvalidPlan, UnknownName
 from shardwise.plan.mesh import Mesh
 from shardwise.planner.systems import System, system_of
+from shardwise.spec.adaptation import Adaptation
 from shardwise.spec.losses import LEAN, LOSSES, USUAL
 
 if TYPE_CHECKING:
@@ -165,8 +166,18 @@ def system_settings(
     )
 
 
-def source_of(model: str, *, seq: int | None, image: int | None, loss: str | None, chosen: SystemSettings) -> "Source":
+def source_of(
+    model: str,
+    *,
+    seq: int | None,
+    image: int | None,
+    loss: str | None,
+    chosen: SystemSettings,
+    adaptation: Adaptation | None = None,
+) -> "Source":
     """Return the model with the chosen loss; `loss`: as it was given, which only models of the catalogue have."""
+    if adaptation is not None and chosen.engine == "torch":
+        raise InvalidPlan("--lora: is planned for Shardwise's own engine alone; leave out --engine torch and --like")
     from shardwise.sources import Source
 
     source = Source(
@@ -174,6 +185,7 @@ def source_of(model: str, *, seq: int | None, image: int | None, loss: str | Non
         seq=seq,
         image=image,
         loss=chosen.loss,
+        adaptation=adaptation,
         while_tracing=lambda name: status_line(f"Tracing {name} …"),
     )
     if loss == USUAL and not source.has_usual_loss:

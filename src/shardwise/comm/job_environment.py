@@ -93,6 +93,20 @@ def by_our_launcher() -> bool:
     return STORE in os.environ and is_rank()
 
 
+def why_alone(variables: Mapping[str, str]) -> str | None:
+    """Return a line if `accelerate launch --cpu` was asked for several processes and started this one only.
+
+    It then sets MASTER_ADDR, but no rank: on CPUs it starts several through MPI alone.
+    """
+    on_cpu = variables.get("ACCELERATE_USE_CPU", "").lower() == "true"
+    if not on_cpu or "MASTER_ADDR" not in variables or _by_torchrun(variables) or _by_slurm(variables):
+        return None
+    return (
+        "accelerate launch --cpu was asked for several processes and started one, so this job has one rank: on CPUs, "
+        "start them with torchrun --nproc-per-node N SCRIPT"
+    )
+
+
 def start_of(variables: Mapping[str, str]) -> Start:
     """Read how this process was started."""
     start = Start()

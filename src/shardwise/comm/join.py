@@ -9,6 +9,7 @@ The environment says how the process was started (job_environment.py); the ranks
 
 import atexit
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.absent import absent_group
-from shardwise.comm.job_environment import Start, rendezvous_of, start_of
+from shardwise.comm.job_environment import Start, rendezvous_of, start_of, why_alone
 from shardwise.comm.rendezvous import wait_for_ranks
 from shardwise.errors import ShardwiseError
 
@@ -96,6 +97,9 @@ def _enter(
     start: Start, *, device: torch.device | None, leaving: ExitStack, limit_seconds: float, silent: bool = False
 ) -> Place:
     """Make the default process group; closing `leaving` undoes it."""
+    alone = why_alone(os.environ) if start.num_ranks == 1 else None
+    if alone is not None:
+        warnings.warn(alone, stacklevel=2)
     leaving.enter_context(_loopback(start))
     device = _device(device, start=start)
     rendezvous = rendezvous_of(start, variables=os.environ)

@@ -2,6 +2,7 @@
 
 stdlib          byte tokens of the Python standard library's source files
 tokens:PATH     a token file (`shardwise tokens`)
+text:PATH       a text file, or a .jsonl file with one "text" per line, by the model's tokenizer, or by bytes
 digits          scikit-learn's handwritten digits
 images:DIR      a folder with one folder of images per class, or one that holds two such folders, train/ and val/
 hf:NAME         a Hugging Face dataset, or a folder that its `save_to_disk` wrote
@@ -13,12 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset, Subset
 
 from shardwise.data.hub import HubDataset
 from shardwise.data.images import Digits, ImageFolder, RandomImages
-from shardwise.data.text import stdlib_tokens
+from shardwise.data.text import byte_encoding, encode_files, stdlib_tokens, tokenizer_encoding
 from shardwise.data.tokens import RandomTokens, TokenWindows, open_tokens
 from shardwise.errors import InvalidData, UnknownName
 
@@ -33,8 +35,11 @@ class Splits:
     evaluation: Dataset[Any]
 
 
-def token_splits(reference: str, *, seq: int, vocab_size: int) -> Splits:
-    """Return windows of `seq` tokens, all below `vocab_size`; the last tenth of the text is held out."""
+def token_splits(reference: str, *, seq: int, vocab_size: int, tokenizer: Path | None = None) -> Splits:
+    """Return windows of `seq` tokens, all below `vocab_size`; the last tenth of the text is held out.
+
+    tokenizer   a tokenizer.json for text:PATH; without one, bytes are tokens
+    """
     kind, _, argument = reference.partition(":")
     if kind == "hf":
         return _hub_splits(argument, input_column="input_ids", target_column="labels")
@@ -46,8 +51,14 @@ def token_splits(reference: str, *, seq: int, vocab_size: int) -> Splits:
     elif kind == "tokens":
         file = open_tokens(argument)
         tokens, least_vocab = file.tokens, file.vocab_size
+    elif kind == "text":
+        encoding = byte_encoding() if tokenizer is None else tokenizer_encoding(tokenizer)
+        pieces = [piece for piece, _ in encode_files([Path(argument)], encoding=encoding)]
+        tokens = np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.uint32)
+        least_vocab = int(tokens.max(initial=0)) + 1
     else:
-        raise UnknownName.of("dataset of tokens", reference, known=("stdlib", "tokens:PATH", "hf:NAME", "random"))
+        known = ("stdlib", "text:PATH", "tokens:PATH", "hf:NAME", "random")
+        raise UnknownName.of("dataset of tokens", reference, known=known)
     if least_vocab > vocab_size:
         raise InvalidData(
             f"{reference}: has a vocabulary of {least_vocab}, the model one of {vocab_size}: "

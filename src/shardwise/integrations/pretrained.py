@@ -50,9 +50,9 @@ def from_pretrained(
     warn_if_untested("transformers")
     plan = as_plan(plan)
     LIMITS[plan.engine].check_call("from_pretrained", plan)
-    model = _empty_model(model_class_or_config, Path(folder), native=plan.precision == "native")
-    with SafetensorsFolder(Path(folder), stored=_stored_names(model, model.state_dict())) as weights:
-        _warn_of_differences(model, weights, folder=Path(folder))
+    model = empty_model(model_class_or_config, Path(folder), native=plan.precision == "native")
+    with SafetensorsFolder(Path(folder), stored=stored_names(model, model.state_dict())) as weights:
+        warn_of_differences(model, weights, folder=Path(folder))
         prepared, _ = prepare(model, None, plan, device=device, weights=weights)
     return prepared.eval()
 
@@ -67,7 +67,7 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, most_file_bytes: in
     engine.check("save_pretrained", model)
     meet("shardwise.save_pretrained")
     held = engine.held(model)
-    stored = _stored_names(model, [*held.parameters, *held.aliases, *held.buffers])
+    stored = stored_names(model, [*held.parameters, *held.aliases, *held.buffers])
     entries = _entries(model, held)
     parts = divide_weights(entries, most_file_bytes=most_file_bytes)
     failure: str | None = None
@@ -142,7 +142,7 @@ def _files_in(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _empty_model(asked: Any, folder: Path, *, native: bool) -> Any:
+def empty_model(asked: Any, folder: Path, *, native: bool) -> Any:
     """Build a model with parameters on the meta device; buffers are real, since many are computed and not saved."""
     import transformers
     from accelerate import init_empty_weights
@@ -166,7 +166,7 @@ def _empty_model(asked: Any, folder: Path, *, native: bool) -> Any:
     return model
 
 
-def _stored_names(model: nn.Module, own: Iterable[str]) -> dict[str, str]:
+def stored_names(model: nn.Module, own: Iterable[str]) -> dict[str, str]:
     """Return the model's `own` names of its tensors → their names in files, as transformers writes them."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, revert_weight_conversion
@@ -181,7 +181,7 @@ def _stored_names(model: nn.Module, own: Iterable[str]) -> dict[str, str]:
     return {name: names[id(mark)] for name, mark in marks.items()}
 
 
-def _warn_of_differences(model: nn.Module, weights: SafetensorsFolder, *, folder: Path) -> None:
+def warn_of_differences(model: nn.Module, weights: SafetensorsFolder, *, folder: Path) -> None:
     names: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         names.setdefault(id(tensor), []).append(name)

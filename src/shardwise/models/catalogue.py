@@ -1,8 +1,9 @@
 """The catalogue: name → shape, as data. No torch here.
 
 Sources: GPT-2 (Radford et al. 2019), GPT-3's 1.3B row (Brown et al. 2020), MPT (MosaicML llm-foundry),
-Llama 2, 3.1 and 3.2 (Meta's config files), ViT (Dosovitskiy et al. 2021; Ti and S from Touvron et al.
-2021), ResNet (He et al. 2015). The `-tiny` and `-digits` models are ours: small enough for a test on a CPU.
+Llama 2, 3.1 and 3.2 (Meta's config files), Mistral 7B v0.3 and SmolLM2 (Llamas by their config files), ViT
+(Dosovitskiy et al. 2021; Ti and S from Touvron et al. 2021), ResNet (He et al. 2015); other families are in
+transformers_shapes.py. The `-tiny` and `-digits` models are ours: small enough for a test on a CPU.
 """
 
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from types import MappingProxyType
 
 from shardwise.errors import UnknownName
 from shardwise.models.shapes import GPTShape, LlamaShape, ResNetShape, RopeScaling, Shape, ViTShape
+from shardwise.models.transformers_shapes import TRANSFORMERS_SHAPES
 
 _GPT: dict[str, Shape] = {
     "gpt-tiny": GPTShape(num_layers=4, width=128, num_heads=4, vocab_size=256, max_seq=128),
@@ -69,13 +71,43 @@ _LLAMA_3: dict[str, Shape] = {
         max_seq=8192,
         rope_theta=500_000.0,
         rope_scaling=RopeScaling(factor=rope_factor),
-        tied=size == "3.2-1b",
+        tied=size.startswith("3.2"),
     )
     for size, layers, width, heads, ffn_width, rope_factor in (
         ("3.2-1b", 16, 2048, 32, 8192, 32.0),
+        ("3.2-3b", 28, 3072, 24, 8192, 32.0),
         ("3.1-8b", 32, 4096, 32, 14_336, 8.0),
         ("3.1-70b", 80, 8192, 64, 28_672, 8.0),
         ("3.1-405b", 126, 16_384, 128, 53_248, 8.0),
+    )
+}
+
+_MISTRAL_7B = LlamaShape(
+    num_layers=32,
+    width=4096,
+    num_heads=32,
+    num_kv_heads=8,
+    ffn_width=14_336,
+    vocab_size=32_768,
+    max_seq=8192,
+    rope_theta=1e6,
+)
+_SMOLLM2: dict[str, Shape] = {
+    f"smollm2-{size}": LlamaShape(
+        num_layers=layers,
+        width=width,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        ffn_width=ffn_width,
+        vocab_size=49_152,
+        max_seq=2048,
+        rope_theta=theta,
+        tied=True,
+    )
+    for size, layers, width, heads, kv_heads, ffn_width, theta in (
+        ("135m", 30, 576, 9, 3, 1536, 1e5),
+        ("360m", 32, 960, 15, 5, 2560, 1e5),
+        ("1.7b", 24, 2048, 32, 32, 8192, 1.3e5),
     )
 }
 
@@ -106,7 +138,18 @@ _RESNET: dict[str, Shape] = {
 }
 
 CATALOGUE: Mapping[str, Shape] = MappingProxyType(
-    {**_GPT, **_MPT, "llama-tiny": _LLAMA_TINY, **_LLAMA_2, **_LLAMA_3, **_VIT, **_RESNET}
+    {
+        **_GPT,
+        **_MPT,
+        "llama-tiny": _LLAMA_TINY,
+        **_LLAMA_2,
+        **_LLAMA_3,
+        "mistral-7b": _MISTRAL_7B,
+        **_SMOLLM2,
+        **TRANSFORMERS_SHAPES,
+        **_VIT,
+        **_RESNET,
+    }
 )
 
 

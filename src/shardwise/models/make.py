@@ -9,13 +9,15 @@ from torch import nn
 from shardwise.models.gpt import GPT
 from shardwise.models.llama import Llama
 from shardwise.models.resnet import ResNet
-from shardwise.models.shapes import GPTShape, LlamaShape, ResNetShape, Shape, ViTShape
+from shardwise.models.shapes import GPTShape, LlamaShape, ResNetShape, Shape, TransformersShape, ViTShape
+from shardwise.models.transformers_model import model_of_shape
 from shardwise.models.vit import ViT
 from shardwise.units.materialize import materialize
 
 _MODULES: Mapping[type, Callable[[Any], nn.Module]] = {
     GPTShape: GPT,
     LlamaShape: Llama,
+    TransformersShape: model_of_shape,
     ViTShape: ViT,
     ResNetShape: ResNet,
 }

@@ -7,8 +7,9 @@ A shape has everything that its module needs; `dataclasses.replace` makes a vari
 and fastest at multiples of 128. The padding rows are 0 and stay 0 (layers.py).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 
 def rounded_up(count: int, multiple: int) -> int:
@@ -153,4 +154,23 @@ class ResNetShape:
         return with_norms + (inputs + 1) * self.num_classes
 
 
-Shape = GPTShape | LlamaShape | ViTShape | ResNetShape
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformersShape:
+    """A language model of the transformers library: its type and the values of its config.json.
+
+    num_params is stated, and tested against the module. max_seq: tokens per sample, unless others are asked for.
+    """
+
+    model_type: str
+    num_params: int
+    max_seq: int
+    config: Mapping[str, Any]
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.config["vocab_size"])
+
+
+Shape = GPTShape | LlamaShape | TransformersShape | ViTShape | ResNetShape
+TokenShape = GPTShape | LlamaShape | TransformersShape
+"""Models that read tokens."""

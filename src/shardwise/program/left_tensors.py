@@ -15,6 +15,8 @@ from torch.utils._pytree import tree_leaves
 PLAIN = (int, float, complex, bool, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
 _PLAIN_TYPES = frozenset(PLAIN)
 _CONTAINERS = (list, tuple, dict)
+# The keys and values that a language model of transformers returns unless `use_cache` is off.
+_KV_CACHE = ("transformers.cache_utils", "Cache")
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 
 
@@ -82,15 +84,18 @@ def _is_plain(container: Any) -> bool:
 
 
 def leaves(output: Any) -> list[Any]:
-    """Return the leaves of an output, also those in dataclasses, which torch's own trees do not look into."""
+    """Return the leaves of an output, also those in dataclasses and caches, into which torch's trees do not look."""
     if isinstance(output, Tensor):
         return [output]
-    return [
-        inner
-        for leaf in tree_leaves(output)
-        for inner in (
-            (part for field in fields(leaf) for part in leaves(getattr(leaf, field.name)))
-            if is_dataclass(leaf) and not isinstance(leaf, type)
-            else (leaf,)
-        )
-    ]
+    return [inner for leaf in tree_leaves(output) for inner in _inside(leaf)]
+
+
+def _inside(leaf: Any) -> list[Any]:
+    if isinstance(leaf, (Tensor, type)) or type(leaf) in _PLAIN_TYPES:
+        return [leaf]
+    if is_dataclass(leaf):
+        return [part for field in fields(leaf) for part in leaves(getattr(leaf, field.name))]
+    if any((base.__module__, base.__name__) == _KV_CACHE for base in type(leaf).__mro__):
+        # Its layers may be empty, without tensors yet.
+        return [getattr(layer, name, None) for layer in getattr(leaf, "layers", ()) for name in ("keys", "values")]
+    return [leaf]

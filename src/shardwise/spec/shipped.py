@@ -1,4 +1,6 @@
-"""Specs that come with the package, one per catalogue model, so that planning it imports no torch.
+"""Specs that come with the package, so that planning a model imports no torch.
+
+A catalogue model without one is traced when it is asked for.
 
 python -m shardwise.trace.ship     traces them again
 """

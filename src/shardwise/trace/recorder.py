@@ -161,6 +161,8 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any, inputs: list[Tensor], outputs: list[Tensor]
     ) -> Did:
         name = func._overloadpacket.__name__
+        if name == "_grouped_mm":
+            return _grouped_product(inputs, outputs)
         scratch = self._scratch.get(name)
         return Did(
             name,
@@ -264,6 +266,22 @@ def _dims(name: str, inputs: list[Tensor]) -> tuple[int, ...]:
         return ()
     left, right = inputs[-2:]
     return (*left.shape[:-2], left.shape[-2], right.shape[-1], left.shape[-1])
+
+
+def _grouped_product(inputs: list[Tensor], outputs: list[Tensor]) -> Did:
+    """Return the products of experts, each with its own rows, as one batched product of equal shares.
+
+    The rows of all experts lie in one matrix: the left one, or, for the gradient of weights, its columns.
+    """
+    left, right = inputs[:2]
+    experts = outputs[0].shape[0] if outputs[0].dim() == 3 else right.shape[0]
+    rows, shared = left.shape[-2:]
+    if outputs[0].dim() == 3 and left.dim() == 2:
+        shared //= experts
+    elif left.dim() == 2:
+        rows //= experts
+    dims = (experts, rows, right.shape[-1], shared)
+    return Did("bmm", num_flops=2 * prod(dims), num_bytes=_num_bytes((*inputs, *outputs)), dims=dims)
 
 
 def _strided(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> tuple[int, ...]:

@@ -1,14 +1,14 @@
-"""Traces the catalogue's models into the specs that come with the package.
+"""Traces models of the catalogue into the specs that come with the package.
 
-python -m shardwise.trace.ship [NAME …]     (default: all models)
+python -m shardwise.trace.ship [NAME …]     (default: the models that have one)
 """
 
 import sys
 from dataclasses import replace
 from pathlib import Path
 
-from shardwise.models.catalogue import CATALOGUE, shape_of
-from shardwise.models.shapes import GPTShape, LlamaShape
+from shardwise.models.catalogue import shape_of
+from shardwise.models.shapes import TokenShape
 from shardwise.spec import ModelSpec
 from shardwise.spec.shipped import FOLDER
 from shardwise.spec.step import COMPILED
@@ -29,7 +29,7 @@ def make_ready_spec(name: str, *, ways: tuple[Way, ...] = WAYS) -> ModelSpec:
     """Return the spec of a catalogue model; for models that read tokens, with laws for every length."""
     shape = shape_of(name)
     task = load_task(name, device="meta")
-    if not isinstance(shape, GPTShape | LlamaShape):
+    if not isinstance(shape, TokenShape):
         return trace_model(task.model, loss=task.loss, make_batch=task.make_batch, name=name, ways=ways)
     lengths = (shape.max_seq, shape.max_seq // 2, shape.max_seq // 4)
     makers = {length: load_task(name, seq=length, device="meta").make_batch for length in lengths}
@@ -38,7 +38,7 @@ def make_ready_spec(name: str, *, ways: tuple[Way, ...] = WAYS) -> ModelSpec:
 
 
 def main(names: list[str]) -> None:
-    for name in names or list(CATALOGUE):
+    for name in names or [path.stem for path in sorted(FOLDER.glob("*.json"))]:
         path = Path(FOLDER, f"{name}.json")
         path.parent.mkdir(exist_ok=True)
         save_spec(make_ready_spec(name), path)

@@ -41,12 +41,32 @@ class TaskSection(ConfigSection):
     """The model and its data."""
 
     section: ClassVar[str] = "task"
-    model: str = key(..., "a name of `shardwise models`, or python:FILE.py:function")
+    model: str = key(
+        ..., "a name of `shardwise models`, hf:DIR (a checkpoint to fine-tune), or python:FILE.py:function"
+    )
     dataset: str | None = key(
-        None, "stdlib, tokens:PATH, digits, images:DIR, hf:NAME, random; a python: task brings its own"
+        None, "stdlib, text:PATH, tokens:PATH, digits, images:DIR, hf:NAME, random; a python: task brings its own"
     )
     seq: int | None = key(None, "tokens per sample (default: the model's longest)", least=1)
     image: int | None = key(None, "width and height of an image in pixels (default: the model's)", least=1)
+    tokenizer: str | None = key(None, "tokenizer.json for text: (default: hf:DIR's own)")
+    lora: int | None = key(None, "rank of LoRA adapters: they alone are trained, on a frozen hf: model", least=1)
+    lora_alpha: float | None = key(None, "scale of the adapters (default: twice the rank)", above=0)
+    lora_targets: tuple[str, ...] = key(
+        (), "modules that get adapters, such as q_proj, v_proj (default: all linear ones)"
+    )
+
+    def __post_init__(self) -> None:
+        ConfigSection.__post_init__(self)
+        for name in ("tokenizer", "lora", "lora_alpha", "lora_targets"):
+            if getattr(self, name) and not self.is_checkpoint:
+                raise InvalidConfig(f"task.{name}: task.model = {self.model!r} is not hf:DIR, which alone has it")
+        if self.lora is None and (self.lora_alpha or self.lora_targets):
+            raise InvalidConfig("task.lora is missing: the rank of the adapters")
+
+    @property
+    def is_checkpoint(self) -> bool:
+        return self.model.startswith("hf:")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +228,8 @@ class TrainConfig:
             )
         if self.plan.micro_batch is None and not self.plan.is_auto:
             raise InvalidConfig("plan.micro_batch is missing: samples per rank per pass")
+        if self.task.lora is not None and self.plan.is_auto:
+            raise InvalidConfig("task.lora with plan.strategy = 'auto': adapters are not planned; choose a strategy")
         refusal = LIMITS[self.plan.engine].why_not_call("muon", self.plan)
         if self.optimizer.name == "muon" and refusal is not None:
             raise InvalidConfig(

@@ -34,6 +34,7 @@ from shardwise.train.metrics import JsonLines, MetricsRecorder, StepMetrics, Ten
 from shardwise.train.preemption import preemption
 from shardwise.train.progress import progress_on, say
 from shardwise.train.randomness import deterministic_kernels, seed_everything
+from shardwise.train.resumed import batch_line, rate_line
 from shardwise.train.setup import open_data, set_up
 
 # A job that is ending may hold the folder a little longer: the worker processes of a killed rank, up to 5 s.
@@ -99,6 +100,7 @@ def _run(
         stalls_reported(),
         preemption(grace_seconds=config.checkpoint.grace_seconds) as request,
     ):
+        earlier = run_folder.earlier_steps(config.folder) if place.rank == 0 and not fresh else None
         notes = _claim(config, place=place, fresh=fresh, command=command, held=held)
         chosen.save()
         limit_to_budget(chosen, held=held)
@@ -118,6 +120,8 @@ def _run(
         _protect(training, flags=request.flags, held=held)
         _resume(training, checkpoints, place=place)
         _describe_start(training, notes=notes, chosen=chosen)
+        if earlier is not None:
+            _describe_changes(training, earlier=earlier)
         chosen = probe_memory(training, chosen=chosen)
         retry_out_of_memory(training, chosen=chosen, tell=partial(console.print, highlight=False))
         recorder = MetricsRecorder(_writers(training, place=place, console=console), on_step=on_step)
@@ -126,6 +130,8 @@ def _run(
         checkpoints.close()
         if training.recovery is not None:
             training.recovery.close()
+        if config.task.is_checkpoint and not preempted:
+            _save_model(training)
         if preempted:
             training.tell(f"Stopped. Checkpoint saved at step {training.step}; rerun the same command to resume.")
     return Outcome(
@@ -135,6 +141,15 @@ def _run(
         last=recorder.last,
         folder=config.folder,
     )
+
+
+def _save_model(training: Training) -> None:
+    from shardwise.integrations.fine_tune import save_fine_tuned
+
+    config = training.config
+    save_fine_tuned(training.model, config.folder / run_folder.MODEL, base=config.task.model.removeprefix("hf:"))
+    what = "adapters" if config.task.lora is not None else "model"
+    training.tell(f"The {what} for from_pretrained: {config.folder / run_folder.MODEL}")
 
 
 def _claim(config: TrainConfig, *, place: Place, fresh: bool, command: Sequence[str], held: ExitStack) -> list[str]:
@@ -212,6 +227,19 @@ def _describe_start(training: Training, *, notes: list[str], chosen: ChosenPlan)
         tell(f"Resuming after step {training.step}" + "".join(f"; {note}" for note in notes))
     if training.step >= training.num_steps:
         tell("Nothing is left to do: --set train.steps or train.epochs to train further, or --fresh to start again.")
+
+
+def _describe_changes(training: Training, *, earlier: tuple[TrainConfig, int | None]) -> None:
+    """Say that the steps of a resumed run have other samples, or another learning rate."""
+    before, samples = earlier
+    sharing = training.sharing
+    lines = [
+        batch_line(samples, now=sharing.step_samples, num_ranks=sharing.num_ranks),
+        rate_line(before, now=training.config, step=training.step, num_steps=training.num_steps),
+    ]
+    for line in lines:
+        if line is not None and 0 < training.step < training.num_steps:
+            training.tell(f"Changed: {line}")
 
 
 def _writers(training: Training, *, place: Place, console: Console) -> list[Writer]:

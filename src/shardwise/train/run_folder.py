@@ -7,6 +7,7 @@ environment.json   versions, devices, number of ranks, command line
 metrics.jsonl      one line per step
 checkpoints/       step-00001000/ …
 snapshots.json     with checkpoint.memory: the key of the snapshots in /dev/shm
+model/             of an hf: model, after the last step: the model, or its adapters, for from_pretrained
 saved.json         the step of the newest checkpoint; outside checkpoints/, which may be a volume that is not mounted
 tensorboard/       if it is installed
 logs/              the output of each rank, if our launcher started them
@@ -34,6 +35,7 @@ from shardwise.train.config_section import InvalidConfig
 from shardwise.vocabulary.version import __version__
 
 CHECKPOINTS, METRICS, TENSORBOARD = "checkpoints", "metrics.jsonl", "tensorboard"
+MODEL = "model"
 AUTO, _SAVED = "auto.json", "saved.json"
 _CONFIG, _PLAN, _ENVIRONMENT = "config.toml", "plan.toml", "environment.json"
 # With another value of these, a checkpoint's weights, optimizer state or position in the data mean nothing.
@@ -42,6 +44,10 @@ _IDENTITY = (
     "task.dataset",
     "task.seq",
     "task.image",
+    "task.tokenizer",
+    "task.lora",
+    "task.lora_alpha",
+    "task.lora_targets",
     "data.shuffle",
     "optimizer.name",
     "optimizer.decay_vectors",
@@ -134,9 +140,10 @@ def _clear(folder: Path) -> None:
 def _changes(config: TrainConfig) -> dict[str, tuple[Any, Any]]:
     """Return key → (value of the run in the folder, value now), if there is a checkpoint to resume."""
     folder = config.folder
-    if not (folder / _CONFIG).exists() or not any((folder / CHECKPOINTS).glob("step-*")):
+    earlier = earlier_steps(folder)
+    if earlier is None:
         return {}
-    then, now = _flat(read_config(folder)), _flat(config)
+    then, now = _flat(earlier[0]), _flat(config)
     changes = {name: (then.get(name), now.get(name)) for name in {**then, **now} if then.get(name) != now.get(name)}
     for name in _IDENTITY:
         if name in changes:
@@ -158,6 +165,13 @@ def read_config(folder: Path) -> TrainConfig:
         raise InvalidConfig(
             f"{folder / _CONFIG}: cannot be read ({' '.join(str(error).split())}): --fresh starts the run again"
         ) from error
+
+
+def earlier_steps(folder: Path) -> tuple[TrainConfig, int | None] | None:
+    """Return the config of the run in a folder that can be resumed, and its samples per step; None if there is none."""
+    if not (folder / _CONFIG).exists() or not any((folder / CHECKPOINTS).glob("step-*")):
+        return None
+    return read_config(folder), samples_of_step(folder)
 
 
 def samples_of_step(folder: Path) -> int | None:

@@ -4,10 +4,12 @@
 prepares the model and the optimizer, and takes a step with them.
 """
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.comm.collectives import Collectives
@@ -39,6 +41,7 @@ def by_plan(
     config: TrainConfig,
     device: torch.device,
     collectives: Collectives | None = None,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> tuple[nn.Module, Optimizer, Update]:
     """Prepare with the plan's engine. `collectives` replaces ours, to measure without communication."""
     model, optimizer = prepare(
@@ -49,6 +52,7 @@ def by_plan(
         collectives=collectives,
         watch_seconds=config.run.watch_seconds,
         compare_every=config.train.compare_every,
+        weights=weights,
     )
     return model, optimizer, CapturedUpdate()
 
@@ -59,6 +63,10 @@ def set_up(config: TrainConfig, *, place: Place, by: Ready = by_plan) -> Trainin
     seed_everything(config.train.seed, step=0, rank=0)
     task = _load_task(config)
     optimizer = make_optimizer(task.model, config.optimizer)
+    if task.weights is not None:
+        if by is not by_plan:
+            raise InvalidData(f"task.model = {config.task.model!r}: checkpoints can be trained, but not benchmarked")
+        by = partial(by_plan, weights=task.weights)
     model, optimizer, update = by(task.model, optimizer, config=config, device=place.device)
     num_samples = len(cast(Any, task.dataset))
     assert config.plan.micro_batch is not None
@@ -113,11 +121,34 @@ def open_batches(training: Training) -> None:
 
 def _load_task(config: TrainConfig) -> Task:
     section = config.task
-    # Catalogue models are made on the meta device: `prepare` fills only the slices of this rank.
-    task = load_task(section.model, dataset=section.dataset, seq=section.seq, image=section.image, device="meta")
+    if section.is_checkpoint:
+        task = _checkpoint_task(config)
+    else:
+        # Catalogue models are made on the meta device: `prepare` fills only the slices of this rank.
+        task = load_task(section.model, dataset=section.dataset, seq=section.seq, image=section.image, device="meta")
     if task.dataset is None:
         raise InvalidData(f"task.model = {section.model!r} brings no dataset: set task.dataset")
     if config.train.eval_every and (task.evaluate is None or task.eval_dataset is None):
         lacks = "evaluate" if task.evaluate is None else "eval_dataset"
         raise InvalidData(f"train.eval_every = {config.train.eval_every}, but the task has no {lacks}: leave it out")
     return task
+
+
+def _checkpoint_task(config: TrainConfig) -> Task:
+    from shardwise.integrations.fine_tune import Adapters, checkpoint_task
+
+    section = config.task
+    adapters = None
+    if section.lora is not None:
+        adapters = Adapters(
+            rank=section.lora, alpha=section.lora_alpha or 2 * section.lora, targets=section.lora_targets
+        )
+    return checkpoint_task(
+        section.model.removeprefix("hf:"),
+        dataset=section.dataset,
+        seq=section.seq,
+        tokenizer=section.tokenizer,
+        adapters=adapters,
+        # A frozen base stays in the dtype of its files, which needs no fp32 copy.
+        native=config.plan.precision == "native" or (adapters is not None and config.plan.precision == "bf16"),
+    )

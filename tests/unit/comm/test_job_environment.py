@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwise.comm.job_environment import STORE, Rendezvous, Start, rendezvous_of, start_of
+from shardwise.comm.job_environment import STORE, Rendezvous, Start, rendezvous_of, start_of, why_alone
 from shardwise.errors import InvalidJob
 
 TORCHRUN = {
@@ -115,3 +115,13 @@ def test_a_batch_script_that_runs_ranks_without_srun_is_told_at_once() -> None:
 def test_a_world_size_or_rank_of_the_batch_script_does_not_hide_slurms() -> None:
     for name in ("WORLD_SIZE", "RANK"):
         assert start_of(SLURM | {name: "1"}) == start_of(SLURM)
+
+
+def test_accelerate_that_started_one_of_several_processes_on_a_cpu_is_said() -> None:
+    alone = {"ACCELERATE_USE_CPU": "True", "MASTER_ADDR": "127.0.0.1"}
+    line = why_alone(alone)
+    assert line is not None
+    assert "torchrun --nproc-per-node" in line
+    assert why_alone({"ACCELERATE_USE_CPU": "True"}) is None
+    assert why_alone({"ACCELERATE_USE_CPU": "False", "MASTER_ADDR": "127.0.0.1"}) is None
+    assert why_alone({**alone, "RANK": "0", "WORLD_SIZE": "2"}) is None

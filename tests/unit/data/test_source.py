@@ -64,7 +64,7 @@ def test_a_plain_folder_keeps_every_tenth_for_evaluation(tmp_path: Path) -> None
 
 
 def test_an_unknown_dataset_says_what_is_known() -> None:
-    with pytest.raises(UnknownName, match="unknown dataset of tokens 'digits'; known: stdlib, tokens:PATH"):
+    with pytest.raises(UnknownName, match="unknown dataset of tokens 'digits'; known: stdlib, text:PATH, tokens:PATH"):
         token_splits("digits", seq=8, vocab_size=256)
     with pytest.raises(UnknownName, match="unknown dataset of images 'stdlib'"):
         image_splits("stdlib", image_size=8, num_channels=1, num_classes=10)
@@ -87,3 +87,15 @@ def test_a_folder_that_hugging_face_did_not_save_is_one_line(tmp_path: Path) -> 
     with pytest.raises(InvalidData, match="has no split") as caught:
         token_splits(f"hf:{tmp_path}", seq=3, vocab_size=10)
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_text_is_encoded_by_bytes_or_by_a_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("to shard or not to shard " * 8)
+    splits = token_splits(f"text:{tmp_path / 'notes.txt'}", seq=8, vocab_size=256)
+    first, target = splits.training[0]
+    assert bytes(first.tolist()) == b"to shard"
+    assert bytes(target.tolist()) == b"o shard "
+    with pytest.raises(InvalidData, match="nowhere.txt: cannot be read"):
+        token_splits(f"text:{tmp_path / 'nowhere.txt'}", seq=8, vocab_size=256)
+    with pytest.raises(InvalidData, match="there is no such tokenizer.json"):
+        token_splits(f"text:{tmp_path / 'notes.txt'}", seq=8, vocab_size=256, tokenizer=tmp_path / "tokenizer.json")

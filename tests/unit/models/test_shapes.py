@@ -7,6 +7,7 @@ from shardwise.errors import UnknownName
 from shardwise.models.catalogue import CATALOGUE, shape_of
 from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape, LlamaShape
+from shardwise.models.transformers_shapes import TRANSFORMERS_SHAPES
 
 # As published: GPT-2 and OPT checkpoints, Llama checkpoints, timm's ViT, torchvision's ResNet; MPT by
 # llm-foundry's training tables.
@@ -22,9 +23,14 @@ PUBLISHED = {
     "llama-2-13b": 13_015_864_320,
     "llama-2-70b": 68_976_648_192,
     "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.1-70b": 70_553_706_496,
     "llama-3.1-405b": 405_853_388_800,
+    "mistral-7b": 7_248_023_552,
+    "smollm2-135m": 134_515_008,
+    "smollm2-360m": 361_821_120,
+    "smollm2-1.7b": 1_711_376_384,
     "vit-tiny": 5_717_416,
     "vit-small": 22_050_664,
     "vit-base": 86_567_656,
@@ -41,10 +47,11 @@ def test_the_formula_gives_the_published_count(name: str, num_params: int) -> No
     assert shape_of(name).num_params == num_params
 
 
-SMALL = [name for name in CATALOGUE if shape_of(name).num_params < 2e9]
+SMALL = [name for name in CATALOGUE if shape_of(name).num_params < 2e9 and name not in TRANSFORMERS_SHAPES]
+LARGE = [name for name in CATALOGUE if name not in (*SMALL, *TRANSFORMERS_SHAPES)]
 
 
-@pytest.mark.parametrize("name", [*SMALL, *whole(*(name for name in CATALOGUE if name not in SMALL))])
+@pytest.mark.parametrize("name", [*SMALL, *whole(*LARGE)])
 def test_the_module_has_as_many_parameters_as_the_formula_says(name: str) -> None:
     shape = shape_of(name)
     model = build_model(shape, device="meta")
@@ -55,6 +62,13 @@ def test_the_module_has_as_many_parameters_as_the_formula_says(name: str) -> Non
         # Without the padding of its vocabulary it is what was published.
         model = build_model(replace(shape, vocab_multiple=1), device="meta")
     assert sum(p.numel() for p in model.parameters()) == shape.num_params
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS_SHAPES)
+def test_the_module_of_transformers_has_as_many_parameters_as_the_catalogue_says(name: str) -> None:
+    pytest.importorskip("transformers")
+    model = build_model(shape_of(name), device="meta")
+    assert sum(p.numel() for p in model.parameters()) == shape_of(name).num_params
 
 
 def test_the_1_3b_gpt_is_opt_but_for_its_vocabulary_and_positions() -> None:

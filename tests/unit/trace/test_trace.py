@@ -322,3 +322,24 @@ def test_laws_in_the_length_hold_for_other_lengths() -> None:
     for mine, theirs in zip(spec.traces[0].expand(), shipped.traces[0].expand(), strict=True):
         sizes = [event.num_bytes.at(batch=3) for event in mine.stream.events]
         assert sizes == [event.num_bytes.at(batch=3, seq=96) for event in theirs.stream.events]
+
+
+def test_products_of_experts_are_counted_by_the_tokens_that_each_gets() -> None:
+    transformers = pytest.importorskip("transformers")
+    from shardwise.models.transformers_model import model_of_config
+    from shardwise.transformers_task import task_of_model
+
+    config = transformers.AutoConfig.for_model(
+        "qwen3_moe", hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=32, vocab_size=128, num_experts=8, num_experts_per_tok=2,
+    )  # fmt: skip
+    with torch.device("meta"):
+        task = task_of_model(model_of_config(config), seq=64)
+    spec = trace_model(task.model, loss=task.loss, make_batch=task.make_batch, name="moe", ways=[Way()])
+    products = [op for row in spec.traces[0].rows for op in row.stream.ops if op.name == "bmm"]
+    # 2 × 64 tokens, each to 2 of 8 experts: 32 rows per expert, through gate and up together, and down.
+    rows, flops = 32, {2 * 8 * 32 * 64 * 64, 2 * 8 * 32 * 32 * 64}
+    assert {op.num_flops.at(batch=2, seq=None) for op in products} == flops
+    assert all(rows in [dim.at(batch=2, seq=None) for dim in op.dims] for op in products)
+    # Forward, and for backward the gradients of inputs and of weights.
+    assert len(products) == 6

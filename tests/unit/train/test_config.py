@@ -108,7 +108,7 @@ MISTAKES = {
     "plan.stratgy=ddp": "[plan]: unknown key 'stratgy'; did you mean strategy?",
     "plan.micro_batch=0": "plan.micro_batch = 0: must be a whole number of at least 1",
     "plan.micro_batch=": "plan.micro_batch is missing: samples per rank per pass",
-    "task.model=": "task.model is missing: a name of `shardwise models`, or python:FILE.py:function",
+    "task.model=": "task.model is missing: a name of `shardwise models`, hf:DIR (a checkpoint to fine-tune), or python:FILE.py:function",
     "task.model=7": "task.model = 7: must be a text",
     "checkpoint.keep=0": "checkpoint.keep = 0: must be a whole number of at least 1",
     "run.device=tpu": "run.device = 'tpu': must be one of auto, cpu, cuda",

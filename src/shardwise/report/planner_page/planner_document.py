@@ -12,13 +12,14 @@ from typing import Any
 import tomli_w
 
 from shardwise.models.catalogue import CATALOGUE
-from shardwise.models.shapes import GPTShape, LlamaShape
+from shardwise.models.shapes import GPTShape, TokenShape
 from shardwise.plan.mesh import Mesh
 from shardwise.report.page.html_document import asset, html_document
 from shardwise.report.page.markup import Markup, data_script
 from shardwise.report.planner_page.device_tables import hardware_data, offered_devices
 from shardwise.report.planner_page.model_laws import PAGE_PLAN, model_data
 from shardwise.sources import Source
+from shardwise.spec.shipped import ready_spec
 
 MODEL_SCRIPTS = ("memory.js", "ledger.js", "allocator.js", "kernels.js", "queues.js", "search.js")
 """The scripts that compute; they need no document."""
@@ -66,9 +67,10 @@ def _collector_paused() -> Iterator[None]:
 def longest_sample(name: str) -> int | None:
     """Return the tokens of the longest sample that is offered; None if samples have no length."""
     shape = CATALOGUE[name]
-    if isinstance(shape, LlamaShape):
-        return _LONGEST
-    return shape.max_seq if isinstance(shape, GPTShape) else None
+    if isinstance(shape, GPTShape):
+        return shape.max_seq
+    # A model without a shipped spec is traced at one length.
+    return _LONGEST if isinstance(shape, TokenShape) and ready_spec(name, ways=()) is not None else None
 
 
 def planner_page(models: Sequence[dict[str, Any]], *, start: dict[str, Any], server: dict[str, Any] | None) -> str:

@@ -1,0 +1,163 @@
+"""A checkpoint folder of transformers as a task of `shardwise train`, whole or with LoRA adapters of PEFT.
+
+The model is built without memory. Its weights are read from the files tensor by tensor when it is prepared, and
+adapters start as in PEFT: A uniform (Kaiming), B zero.
+"""
+
+import math
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwise.checkpoint.tensor_file import TensorEntry, write_tensors
+from shardwise.engine.prepared.weight_stream import full_parameters
+from shardwise.errors import InvalidData, InvalidModel
+from shardwise.files.atomic import atomic_write
+from shardwise.files.hub_cache import config_folder
+from shardwise.integrations.pretrained import (
+    SafetensorsFolder,
+    empty_model,
+    save_pretrained,
+    stored_names,
+    warn_of_differences,
+)
+from shardwise.models.transformers_model import class_of_config, config_of_folder, imported
+from shardwise.tasks import Task
+from shardwise.transformers_task import default_seq, task_of_model, with_data
+
+_PREFIX = "base_model.model."
+_TOKENIZER = "tokenizer.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapters:
+    """LoRA: W + alpha/rank · B·A for every module whose name ends in one of `targets` (all linear ones if empty)."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = ()
+
+
+def checkpoint_task(
+    name: str,
+    *,
+    dataset: str | None,
+    seq: int | None,
+    tokenizer: str | None = None,
+    adapters: Adapters | None = None,
+    native: bool = False,
+) -> Task:
+    """Return the task of a folder with config.json and safetensors files. `native`: in the dtypes of the files."""
+    folder = Path(config_folder(name))
+    config = config_of_folder(folder)
+    model = empty_model(class_of_config(config), folder, native=native)
+    model.config.use_cache = False
+    stored = stored_names(model, model.state_dict())
+    weights = SafetensorsFolder(folder, stored=stored)
+    warn_of_differences(model, weights, folder=folder)
+    if adapters is not None:
+        model = _adapted(model, adapters, folder=folder)
+        shapes = {path: tuple(value.shape) for path, value in model.named_parameters() if ".lora_" in path}
+        in_files = {path: stored[_base_name(path)] for path in model.state_dict() if path not in shapes}
+        weights = AdaptedFolder(folder, stored=in_files, shapes=shapes)
+    model.train()
+    length = seq or default_seq(config)
+    own = folder / _TOKENIZER
+    return replace(
+        with_data(
+            task_of_model(model, seq=length),
+            dataset,
+            seq=length,
+            vocab_size=config.get_text_config().vocab_size,
+            tokenizer=Path(tokenizer) if tokenizer is not None else own if own.is_file() else None,
+        ),
+        weights=weights,
+    )
+
+
+def _adapted(model: nn.Module, adapters: Adapters, *, folder: Path) -> Any:
+    peft = imported("peft", needed_for="task.lora")
+    options = peft.LoraConfig(
+        r=adapters.rank,
+        lora_alpha=adapters.alpha,
+        target_modules=list(adapters.targets) or "all-linear",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=str(folder),
+    )
+    try:
+        return peft.get_peft_model(model, options, low_cpu_mem_usage=True)
+    except ValueError as error:
+        raise InvalidModel(f"task.lora_targets: {' '.join(str(error).split())[:300]}") from error
+
+
+def _base_name(path: str) -> str:
+    """Return the name that a parameter of PEFT's wrapper has in the model inside."""
+    return path.removeprefix(_PREFIX).replace(".base_layer.", ".")
+
+
+class AdaptedFolder(SafetensorsFolder):
+    """The tensors of a folder, and the first values of adapters, by the names of PEFT's wrapper."""
+
+    def __init__(self, folder: Path, *, stored: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        super().__init__(folder, stored=stored)
+        self._shapes = shapes
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._shapes:
+            return super().__getitem__(name)
+        value = torch.zeros(self._shapes[name])
+        if ".lora_A." in name:
+            nn.init.kaiming_uniform_(value, a=math.sqrt(5))
+        return value
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._shapes or super().__contains__(name)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._shapes
+        yield from super().__iter__()
+
+    def __len__(self) -> int:
+        return len(self._shapes) + super().__len__()
+
+
+def save_fine_tuned(model: nn.Module, folder: Path, *, base: str) -> None:
+    """Write the model, or its adapters, for `from_pretrained`, next to the tokenizer of `base`. Collective."""
+    adapters = getattr(model, "peft_config", None)
+    if adapters is None:
+        config: Any = model.config
+        config.use_cache = config_of_folder(config_folder(base)).use_cache
+        save_pretrained(model, folder)
+    else:
+        _save_adapters(model, folder, options=adapters["default"])
+    if dist.get_rank() == 0:
+        for path in Path(config_folder(base)).glob("*token*.json"):
+            shutil.copyfile(path, folder / path.name)
+
+
+def _save_adapters(model: nn.Module, folder: Path, *, options: Any) -> None:
+    found = {
+        # As PEFT writes them: without the name of the adapter.
+        name.replace(".default.", "."): value.detach().cpu().clone()
+        for name, value in full_parameters(model)
+        if ".lora_" in name
+    }
+    box: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            entries = {name: TensorEntry(dtype=value.dtype, shape=tuple(value.shape)) for name, value in found.items()}
+            with atomic_write(folder / "adapter_model.safetensors") as file:
+                write_tensors(file, entries, iter(found.values()), metadata={"format": "pt"})
+            options.save_pretrained(folder)
+        except OSError as error:
+            box = [str(error)]
+    dist.broadcast_object_list(box, src=0)
+    if box[0] is not None:
+        raise InvalidData(f"the adapters were not saved in {folder}: {box[0]}")

@@ -1,0 +1,39 @@
+"""LoRA or QLoRA, as the planner is asked for it. No torch here."""
+
+from dataclasses import dataclass
+
+from shardwise.errors import InvalidPlan, UnknownName
+
+QUANTIZED = ("nf4",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adaptation:
+    """Adapters of `rank` on a frozen base.
+
+    targets    names of the linear layers that get them (q_proj, v_proj); none: all of the blocks
+    quantize   how linear layers of the blocks are stored: None (bf16) or nf4
+    """
+
+    rank: int
+    targets: tuple[str, ...] = ()
+    quantize: str | None = None
+
+    def __str__(self) -> str:
+        where = ", ".join(self.targets) or "all linear layers"
+        return f"{'QLoRA (nf4)' if self.quantize else 'LoRA'} rank {self.rank} on {where}"
+
+
+def adaptation_of(lora: int | None, *, targets: str | None, quantize: str | None) -> Adaptation | None:
+    """Return what the options --lora, --lora-targets and --quantize ask for; None without --lora."""
+    if quantize is not None and quantize not in QUANTIZED:
+        raise UnknownName.of("quantisation", quantize, known=QUANTIZED)
+    if lora is None:
+        for option, value in (("--lora-targets", targets), ("--quantize", quantize)):
+            if value is not None:
+                raise InvalidPlan(
+                    f"{option} {value}: needs --lora RANK, since a frozen base without adapters learns nothing"
+                )
+        return None
+    names = tuple(name.strip() for name in (targets or "").split(",") if name.strip())
+    return Adaptation(rank=lora, targets=names, quantize=quantize)

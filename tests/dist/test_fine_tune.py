@@ -1,0 +1,107 @@
+"""`shardwise train` on a checkpoint folder: it starts from the folder's weights, resumes, and saves what others load."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from shardwise.train.config import TrainConfig
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.timeout(180)
+needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        vocab_size=260, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, max_position_embeddings=16, tie_word_embeddings=True,
+    )  # fmt: skip
+    transformers.Qwen3ForCausalLM(config).save_pretrained(tmp_path / "base")
+    (tmp_path / "notes.txt").write_text("To shard or not to shard, that is the question. " * 40)
+    return tmp_path
+
+
+def config_of(folder: Path, *, steps: int, run: str, **task: Any) -> TrainConfig:
+    return TrainConfig.from_dict(
+        {
+            "task": {"model": f"hf:{folder / 'base'}", "dataset": f"text:{folder / 'notes.txt'}", "seq": 16, **task},
+            "plan": {"strategy": "fsdp", "micro_batch": 2},
+            "optimizer": {"lr": 0.01},
+            "schedule": {"name": "constant"},
+            "train": {"steps": steps, "eval_every": 0},
+            "run": {"folder": str(folder / run), "device": "cpu", "tensorboard": False},
+        }
+    )
+
+
+def train_here(rank: int, config: TrainConfig) -> None:
+    from shardwise.train.rank_run import train
+
+    train(config)
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def first_loss_of_the_folder(config: TrainConfig) -> float:
+    from shardwise.transformers_task import cross_entropy_of_logits, task_of_model, with_data
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(config.task.model.removeprefix("hf:"))
+    task = with_data(task_of_model(model, seq=16), config.task.dataset, seq=16, vocab_size=260)
+    samples = [task.dataset[index] for index in range(len(task.dataset))]  # type: ignore[arg-type,index]
+    inputs, targets = (torch.stack(part) for part in zip(*samples, strict=True))
+    return cross_entropy_of_logits(model, (inputs, targets)).item()
+
+
+def test_it_trains_the_folders_weights_resumes_and_saves_them_for_transformers(folder: Path) -> None:
+    run_ranks(train_here, num_ranks=2, args=(config_of(folder, steps=4, run="whole"),))
+    run_ranks(train_here, num_ranks=2, args=(config_of(folder, steps=2, run="parts"),))
+    run_ranks(train_here, num_ranks=2, args=(config_of(folder, steps=4, run="parts"),))
+    assert losses(folder / "whole") == losses(folder / "parts")
+    # The samples of one step are a part of all: near, and far from that of other weights.
+    assert losses(folder / "whole")[0] == pytest.approx(
+        first_loss_of_the_folder(config_of(folder, steps=1, run="-")), rel=0.02
+    )
+    whole, parts = (
+        transformers.AutoModelForCausalLM.from_pretrained(folder / run / "model") for run in ("whole", "parts")
+    )
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder / "base")
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, parts.state_dict()[name])
+    assert not torch.equal(whole.lm_head.weight, base.lm_head.weight)
+    assert whole.config.use_cache == base.config.use_cache
+
+
+@needs_peft
+def test_adapters_are_trained_on_a_frozen_base_and_saved_for_peft(folder: Path) -> None:
+    import peft
+
+    config = config_of(folder, steps=3, run="lora", lora=4, lora_targets=["q_proj", "v_proj"])
+    run_ranks(train_here, num_ranks=2, args=(config,))
+    # B starts at 0, so that the first loss is the base's.
+    assert losses(folder / "lora")[0] == pytest.approx(first_loss_of_the_folder(config), rel=0.02)
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder / "base")
+    model = peft.PeftModel.from_pretrained(base, folder / "lora" / "model")
+    adapters = {name: value for name, value in model.named_parameters() if "lora_" in name}
+    assert len(adapters) == 2 * 2 * 2
+    assert all(bool(value.any()) for value in adapters.values())
+    assert model.peft_config["default"].lora_alpha == 8
+
+
+@needs_peft
+def test_targets_that_no_module_has_are_refused(folder: Path) -> None:
+    from shardwise.errors import InvalidModel
+    from shardwise.integrations.fine_tune import Adapters, checkpoint_task
+
+    with pytest.raises(InvalidModel, match="task.lora_targets: .*qproj"):
+        checkpoint_task(
+            str(folder / "base"), dataset=None, seq=8, adapters=Adapters(rank=2, alpha=4, targets=("qproj",))
+        )

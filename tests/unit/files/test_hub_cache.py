@@ -1,0 +1,69 @@
+"""`hf:NAME` is a folder, a model in the hub's cache, or a line that says where it was looked for."""
+
+from pathlib import Path
+from urllib.error import URLError
+
+import pytest
+
+from shardwise.errors import InvalidModel
+from shardwise.files import hub_cache
+from shardwise.files.hub_cache import config_folder
+
+NAME = "Qwen/Qwen3-8B"
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "home" / "hub" / "models--Qwen--Qwen3-8B"
+
+
+def snapshot(cache: Path, commit: str) -> Path:
+    folder = cache / "snapshots" / commit
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def test_a_folder_is_found_by_its_path_and_by_its_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert config_folder(str(tmp_path)) == config_folder(str(tmp_path / "config.json")) == str(tmp_path)
+
+
+def test_the_snapshot_of_the_main_branch_is_found(cache: Path) -> None:
+    newer = snapshot(cache, "bbb")
+    main = snapshot(cache, "aaa")
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("aaa")
+    assert config_folder(NAME) == str(main)
+    (main / "config.json").unlink()
+    assert config_folder(NAME) == str(newer)
+
+
+def test_offline_the_error_says_where_it_was_looked_for(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(InvalidModel) as caught:
+        config_folder(NAME)
+    line = str(caught.value)
+    assert all(text in line for text in (f"{NAME}/config.json", str(cache), "HF_HUB_OFFLINE", f"hf download {NAME}"))
+    assert "\n" not in line
+
+
+def test_without_a_network_nothing_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("huggingface_hub")
+
+    def no_network(*_: object, **__: object) -> None:
+        raise URLError("no route")
+
+    monkeypatch.setattr(hub_cache, "urlopen", no_network)
+    with pytest.raises(InvalidModel, match="https://huggingface.co does not answer: .*no route"):
+        config_folder(NAME)
+
+
+@pytest.mark.parametrize("name", ["nowhere", "/nowhere", "a/b/c", "../x"])
+def test_what_cannot_be_a_name_on_the_hub_is_only_a_folder(name: str) -> None:
+    with pytest.raises(InvalidModel, match=f"there is no {name}/config.json"):
+        config_folder(name)
