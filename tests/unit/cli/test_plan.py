@@ -37,6 +37,7 @@ def test_the_json_is_the_contract(capfd: pytest.CaptureFixture[str]) -> None:
         "host",
         "candidates",
         "captured",
+        "captured_units",
         "compiled",
     }
     assert [candidate["strategy"] for candidate in data["candidates"]] == list(STRATEGIES)
@@ -422,7 +423,7 @@ def test_mesh_passes_reduce_dtype_and_recompute_by_unit_can_be_set(capfd: pytest
     assert plan["recompute_overrides"] == {"blocks.[0-3]": "none"}
 
 
-def test_the_frontier_shows_auto_against_the_best_fixed_plan(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_frontier_shows_auto_against_the_fastest_fixed_plan(capfd: pytest.CaptureFixture[str]) -> None:
     options = ("gpt2-124m", "--cluster", "1xa100-40gb", "--strategy", "ddp", "--micro-batch", "32", "--frontier")
     points = as_json(capfd, *options)["frontier"]
     assert len(points) == 8
@@ -432,7 +433,7 @@ def test_the_frontier_shows_auto_against_the_best_fixed_plan(capfd: pytest.Captu
         assert point["auto"]["device_bytes"] <= point["budget_bytes"]
         assert point["auto"]["samples_per_s"] >= 0.998 * point["fixed"]["samples_per_s"]
     assert run(*options) == 0
-    assert "best fixed plan" in capfd.readouterr().out
+    assert "fastest fixed plan" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -179,13 +179,13 @@ class Planner {
     return STRATEGIES.flatMap((strategy) => this.meshes(strategy, cluster).map((mesh) => this.cost(strategy, mesh, settings, { quick })));
   }
 
-  // The best of several meshes of one strategy: the fastest that fits best.
+  // The rule of recommend.py (best_of): the simplest of those as fast as the fastest; on one device, the simplest.
   best(found) {
     for (const verdict of ["yes", "tight"]) {
       const fitting = found.filter((one) => one.fits === verdict);
       if (!fitting.length) continue;
       const speed = (one) => one.time.samplesPerSecond, most = Math.max(...fitting.map(speed));
-      const asFast = fitting.filter((one) => speed(one) * (1 + this.hardware.pair_band) >= most);
+      const asFast = fitting.filter((one) => one.mesh.replicate * one.mesh.shard === 1 || Math.round(100 * (1 - speed(one) / most)) <= 100 * this.hardware.pair_band);
       const simplest = Math.min(...asFast.map((one) => STRATEGIES.indexOf(one.strategy)));
       const [best] = asFast.filter((one) => one.strategy === STRATEGIES[simplest]).sort((one, other) => speed(other) - speed(one));
       const [first] = fitting.filter((one) => speed(one) === most);

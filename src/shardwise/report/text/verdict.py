@@ -5,7 +5,14 @@ from collections.abc import Iterator, Sequence
 from shardwise.hardware import Cluster
 from shardwise.plan import Plan
 from shardwise.planner.search.candidates import Candidate
-from shardwise.planner.search.recommend import PAIR_BAND, Condition, Reason, Recommendation, RunnerUp, Simpler
+from shardwise.planner.search.recommend import (
+    PAIR_BAND,
+    Condition,
+    Reason,
+    Recommendation,
+    RunnerUp,
+    Simpler,
+)
 from shardwise.vocabulary.quantities import GIB, fixed, fixed_text, significant
 
 # What is said of a recommended candidate that may not fit.
@@ -53,10 +60,11 @@ def _clauses(found: Recommendation, best: Candidate) -> Iterator[str]:
             yield f"the smallest peak, {fixed_text(best.memory.device_bytes, unit=GIB)}"
         case Reason.SIMPLEST:
             yield "the simplest strategy that fits; time is not predicted"
+        case Reason.NOTHING_TO_SHARD:
+            yield "the simplest: one device has nothing to shard"
         case Reason.NEARLY_FASTEST:
             assert found.fastest is not None
-            name, ahead = name_of(found.fastest.candidate), found.fastest.speed - 1
-            yield f"the simplest within {PAIR_BAND:.0%} of the fastest ({name}, {ahead:.0%} ahead)"
+            yield _nearly_fastest(name_of(found.fastest), slower=found.slower)
         case Reason.ONLY_ONE:
             yield "the only one that fits"
         case _:
@@ -67,15 +75,21 @@ def _clauses(found: Recommendation, best: Candidate) -> Iterator[str]:
         yield _simpler(found.simpler, best=best)
 
 
+def _nearly_fastest(fastest: str, *, slower: float) -> str:
+    if round(slower, 2) == 0:
+        return f"as fast as {fastest} and simpler"
+    return f"{slower:.0%} slower than {fastest}, the fastest, and simpler ({PAIR_BAND:.0%} or less is within the error)"
+
+
 def _communication(best: Candidate) -> str:
     assert best.time is not None
     exposed, step = best.time.exposed_comm_seconds, best.time.step_seconds
     if best.cluster.num_ranks == 1:
-        return "one rank does not communicate"
+        return "one device does not communicate"
     share = f"{significant(exposed)} of {significant(step)} s"
     if exposed < _HIDDEN * step:
         return f"communication is hidden behind compute ({share} exposed)"
-    return f"{share} are exposed communication"
+    return f"{share} are spent waiting for communication"
 
 
 def _simpler(simpler: Simpler, *, best: Candidate) -> str:
@@ -89,8 +103,9 @@ def _simpler(simpler: Simpler, *, best: Candidate) -> str:
 
 
 def _runner_up(runner_up: RunnerUp, found: Recommendation, *, best: Candidate) -> str:
-    one, slower = runner_up.candidate, f"{1 - runner_up.speed:.0%} slower"
-    name = name_of(one)
+    one, name = runner_up.candidate, name_of(runner_up.candidate)
+    slower = f"{name} is {1 - runner_up.speed:.0%} slower"
+    advantage = "has the smaller peak" if found.reason is Reason.SMALLEST_PEAK else "is simpler"
     match runner_up.condition:
         case Condition.PLAN:
             assert runner_up.plan is not None
@@ -100,19 +115,18 @@ def _runner_up(runner_up: RunnerUp, found: Recommendation, *, best: Candidate) -
         case Condition.CAPACITY:
             assert runner_up.capacity_bytes is not None
             return f"{name} would fit on devices of {fixed_text(runner_up.capacity_bytes, unit=GIB, places=0)}"
+        case _ if round(runner_up.speed, 2) == 1:
+            return f"{name} is equally fast; {name_of(best)} {advantage}"
         case Condition.PREFERENCE:
-            ahead = f"{runner_up.speed - 1:.0%}"
-            speed = "equally fast" if ahead == "0%" else f"{ahead} faster"
-            advantage = "has the smaller peak" if found.reason is Reason.SMALLEST_PEAK else "is simpler"
-            return f"{name} is {speed}; {name_of(best)} {advantage}"
+            return f"{name} is {runner_up.speed - 1:.0%} faster; {name_of(best)} {advantage}"
         case Condition.LINKS:
             assert one.time is not None
             exposed = significant(one.time.exposed_comm_seconds)
-            return f"{name}, {slower}, would win over links that hide its {exposed} s"
+            return f"{slower}; with faster links, which hide its {exposed} s of communication, it would be the fastest"
         case Condition.ROOM:
-            return f"{name}, {slower}, would need room for micro-batch {best.batch}"
+            return f"{slower}: its micro-batch is at most {one.batch}"
         case Condition.NONE:
-            return f"{name} is {slower} with the same micro-batch, over any links"
+            return f"{slower}, and faster links would not change that"
 
 
 def _changes(found: Candidate, *, asked: Plan, strategies: Sequence[str], cluster: Cluster) -> str:
