@@ -88,10 +88,11 @@ def _remarks(shown: PlanAnswer) -> Iterator[str]:
     if hardly_cut:
         yield f"Note: {hardly_cut}."
     fits = f"fits means peak + {first.memory_band:.0%} ≤ capacity; " if first.capacity_bytes else ""
-    unknown = why_not_timed(shown.question.source.spec_for(first.plan), plan=first.plan, cluster=first.cluster)
-    shown_first = shown.recommendation.best or first
-    time = f"times {shown_first.time_band}; comm = exposed communication"
-    yield f"Predicted, not measured; {fits}{f'time is not predicted: {unknown}' if unknown else time}."
+    best = shown.recommendation.best or first
+    unknown = why_not_timed(shown.question.source.spec_for(best.plan), plan=best.plan, cluster=best.cluster)
+    of_best = f" of {best.name}" if first.time is not None else ""
+    time = f"times {best.time_band}; comm = exposed communication"
+    yield f"Predicted, not measured; {fits}{f'time{of_best} is not predicted: {unknown}' if unknown else time}."
     if unknown is None and needs_whole_matrices(shown.question.optimizer):
         yield "The time of Muon's update is computed from its matrix products; it was not compared with measurements."
     software = first.cluster.device.software

@@ -25,6 +25,7 @@ time/step_time.py       `estimate_time`: the time of one plan and batch
 traffic.py              the bytes that a rank sends in a step
 search/candidates.py    plans for a cluster, each at its best batch
 search/recommend.py     the recommended plan, and why
+search/way_out.py       the smallest changes that fit, if nothing does
 search/scale.py         the best plan on 8 to 16,384 devices
 search/auto.py          `strategy = "auto"`: a request and a budget → one plan
 search/solver.py, climb.py      the search: mixtures of two choices, then unit by unit

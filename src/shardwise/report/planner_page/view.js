@@ -38,12 +38,12 @@ const pageView = (page) => {
     box.setAttribute("aria-busy", isRough);
     for (const id of ["verdict", "numbers"]) at(id).classList.toggle("rough", isRough);
     box.classList.toggle("refused", !recommended);
-    at("apply").hidden = !way;
+    at("apply").hidden = !way?.isOffered;
     if (!recommended) {
       const [least] = [...page.shown.found].sort((one, other) => one.device - other.device);
       heading.textContent = "Nothing fits with these settings";
       at("why").textContent = `The smallest, ${least.strategy}, needs ${gib(least.device)} per GPU; ${gib(planner.capacity(page.shown.asked))} may be used.`;
-      at("also").textContent = isRough ? "" : way ? `It fits with ${changeText(way.change)}: ${way.best.strategy}, micro-batch ${way.best.batch}, ${gib(way.best.device)}.` : "It does not fit with recompute full on any number of GPUs of this page either.";
+      at("also").textContent = isRough ? "" : `${wayText(way)} The command below also tries gradients in 16 bits and host memory.`;
       if (way) at("apply").textContent = `Use ${changeText(way.change)}`;
       return;
     }
@@ -63,6 +63,12 @@ const pageView = (page) => {
     const slower = slowerShare(best, first);
     if (slower === 0) return `As fast as ${first.strategy}, and simpler.`;
     return `${slower}% slower than ${first.strategy}, the fastest, and simpler (${share(page.hardware.pair_band)} or less is within the error).`;
+  }
+
+  function wayText(way) {
+    if (!way) return "It does not fit with recompute full on any number of GPUs of this page either.";
+    const unlinked = way.isOffered ? "" : " How machines with this GPU are linked is not known, so the page has no speed for them.";
+    return `It fits with ${changeText(way.change)}: ${way.best.strategy}, micro-batch ${way.best.batch}, ${gib(way.best.device)}.${unlinked}`;
   }
 
   function changeText({ recompute, batch, count }) {

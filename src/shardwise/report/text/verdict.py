@@ -13,6 +13,7 @@ from shardwise.planner.search.recommend import (
     RunnerUp,
     Simpler,
 )
+from shardwise.planner.search.way_out import MOST_TIMES
 from shardwise.vocabulary.quantities import GIB, fixed, fixed_text, significant
 
 # What is said of a recommended candidate that may not fit.
@@ -37,12 +38,13 @@ def reasons(found: Recommendation) -> str:
     return f"{text}. {_runner_up(found.runner_up, found, best=best)}" if found.runner_up is not None else text
 
 
-def no_fit(way_out: Candidate | None, *, asked: Plan, strategies: Sequence[str], cluster: Cluster) -> str:
-    """Say that nothing fits, and name the smallest change with which it would (`way_out`) as command-line options."""
-    if way_out is None:
-        tried = "--recompute full, --reduce-dtype bf16, --micro-batch 1"
-        return f"nothing fits; also not with {tried} and 1,024 times the devices"
-    return f"nothing fits; fits with {_changes(way_out, asked=asked, strategies=strategies, cluster=cluster)}"
+def no_fit(ways: Sequence[Candidate], *, asked: Plan, strategies: Sequence[str], cluster: Cluster) -> str:
+    """Say that nothing fits, and name the smallest changes with which it would (`ways_out`) as command-line options."""
+    if not ways:
+        tried = "--recompute full, --reduce-dtype bf16, --micro-batch 1, states in host memory"
+        return f"nothing fits; also not with {tried} and {MOST_TIMES:,} times the devices"
+    texts = [_changes(way, asked=asked, strategies=strategies, cluster=cluster) for way in ways]
+    return f"nothing fits; fits with {', or with '.join(texts)}"
 
 
 def name_of(candidate: Candidate) -> str:
@@ -132,11 +134,15 @@ def _runner_up(runner_up: RunnerUp, found: Recommendation, *, best: Candidate) -
 def _changes(found: Candidate, *, asked: Plan, strategies: Sequence[str], cluster: Cluster) -> str:
     """Return the options that differ from the given ones; without --micro-batch the search finds the micro-batch."""
     plan = found.plan
+    if found.label:
+        return f"--strategy {found.label}{_in_host_memory(plan)}"
     options = []
     if plan.precision != asked.precision:
         options.append(f"--precision {plan.precision}")
     if asked.micro_batch is not None and plan.micro_batch != asked.micro_batch:
         options.append(f"--micro-batch {plan.micro_batch}")
+    if plan.accumulate != asked.accumulate:
+        options.append(f"--accumulate {plan.accumulate}")
     if plan.accumulate_reduced != asked.accumulate_reduced:
         options.append("--accumulate-reduced")
     if plan.recompute != asked.recompute:
@@ -150,3 +156,10 @@ def _changes(found: Candidate, *, asked: Plan, strategies: Sequence[str], cluste
         return text
     devices = f"{found.cluster.num_ranks} devices"
     return f"{devices} and {text}" if text else devices
+
+
+def _in_host_memory(plan: Plan) -> str:
+    """Return what a plan keeps in host memory, in brackets; "" if nothing."""
+    places = {"activations": plan.offload_activations, "optimizer states": plan.offload_states}
+    kept = [name for name, is_kept in places.items() if is_kept]
+    return f" ({' and '.join(kept)} in host memory, at a speed that is not predicted)" if kept else ""

@@ -156,7 +156,7 @@ ASKED = Plan(precision="fp32", micro_batch=8)
         (
             replace(ASKED, strategy="ddp", accumulate=4, accumulate_reduced=True, reduce_dtype="bf16"),
             "8xh100-80gb",
-            "--accumulate-reduced --reduce-dtype bf16",
+            "--accumulate 4 --accumulate-reduced --reduce-dtype bf16",
         ),
         (replace(ASKED, strategy="ddp"), "32xh100-80gb", "32 devices"),
         (replace(ASKED, strategy="ddp", recompute="full"), "32xh100-80gb", "32 devices and --recompute full"),
@@ -166,18 +166,27 @@ def test_a_way_out_names_the_options_that_ask_for_it(
     plan: Plan, cluster: str, expected: str, found: dict[str, Candidate]
 ) -> None:
     way_out = replace(found["ddp"], plan=plan, cluster=cluster_of(cluster))
-    text = no_fit(way_out, asked=ASKED, strategies=["ddp"], cluster=CLUSTER)
+    text = no_fit([way_out], asked=ASKED, strategies=["ddp"], cluster=CLUSTER)
     assert text == f"nothing fits; fits with {expected}"
 
 
 def test_a_micro_batch_that_nobody_asked_for_is_not_an_option(found: dict[str, Candidate]) -> None:
     way_out = replace(found["ddp"], plan=Plan(strategy="ddp", micro_batch=1, recompute="full"))
-    assert no_fit(way_out, asked=Plan(), strategies=["ddp"], cluster=CLUSTER).endswith("with --recompute full")
+    assert no_fit([way_out], asked=Plan(), strategies=["ddp"], cluster=CLUSTER).endswith("with --recompute full")
+
+
+def test_host_memory_comes_without_a_speed_and_with_the_devices_that_do_without_it(found: dict[str, Candidate]) -> None:
+    in_host = replace(found["ddp"], label="auto", plan=Plan(strategy="zero2", offload_states=True))
+    larger = replace(found["ddp"], plan=Plan(strategy="fsdp"), cluster=cluster_of("16xh100-80gb"))
+    assert no_fit([in_host, larger], asked=Plan(), strategies=EVERY, cluster=CLUSTER) == (
+        "nothing fits; fits with --strategy auto (optimizer states in host memory, at a speed that is not predicted), "
+        "or with 16 devices"
+    )
 
 
 def test_without_a_way_out_it_says_what_was_tried() -> None:
-    tried = "--recompute full, --reduce-dtype bf16, --micro-batch 1 and 1,024 times the devices"
-    assert no_fit(None, asked=Plan(), strategies=EVERY, cluster=CLUSTER) == f"nothing fits; also not with {tried}"
+    tried = "--recompute full, --reduce-dtype bf16, --micro-batch 1, states in host memory and 1,024 times the devices"
+    assert no_fit([], asked=Plan(), strategies=EVERY, cluster=CLUSTER) == f"nothing fits; also not with {tried}"
 
 
 def test_a_mesh_of_two_axes_is_named(found: dict[str, Candidate]) -> None:
