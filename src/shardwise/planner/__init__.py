@@ -32,6 +32,7 @@ search/solver.py, climb.py      the search: mixtures of two choices, then unit b
 search/dial.py, dial_cost.py    the choices of all units as one value, and its cost by the replay
 search/micro_batches.py         the micro-batches that a search may try
 search/frontier.py      the best speed for every budget
+search/rent.py          kinds and counts of devices to rent, with plan, days and cost
 search/training_cost.py days, GPU-hours and money of a training
 search/chosen_text.py   the solver's choice in one sentence
 """
