@@ -64,7 +64,8 @@ def show(shown: PlanAnswer) -> None:
 def _heading(shown: PlanAnswer) -> str:
     first = shown.found[0]
     capacity, plan = first.capacity_bytes, first.plan
-    seq = f", {first.seq} tokens per sample" if first.seq else ""
+    default = " (the default; --seq sets another)" if shown.question.source.has_default_length else ""
+    seq = f", {first.seq} tokens per sample{default}" if first.seq else ""
     room = f" ({fixed_text(capacity, unit=GIB)} each)" if capacity else ""
     loss = ", usual loss" if shown.question.source.has_usual_loss else ""
     return (

@@ -55,7 +55,7 @@ def hugging_face_task(folder: str, *, seq: int | None, image: int | None) -> Tas
         tokens = torch.zeros(size, length, dtype=torch.int64)
         return {"input_ids": tokens, "labels": tokens}
 
-    return Task(model=model, loss=_own_loss, make_batch=make_batch)
+    return Task(model=model, loss=_own_loss, make_batch=make_batch, tokens_per_sample=length)
 
 
 def _own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

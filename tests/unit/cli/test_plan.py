@@ -456,3 +456,19 @@ def test_options_that_cannot_be_met_are_one_line(
     assert out == ""
     assert message in err
     assert len(err.strip().splitlines()) == 1
+
+
+def test_a_task_says_its_tokens_per_sample(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        "import torch\nfrom shardwise.tasks import Task\n"
+        "def make():\n"
+        "    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))\n"
+        "    return Task(model=model, loss=lambda model, batch: model(batch).square().mean(),\n"
+        "                make_batch=lambda size: torch.zeros(size, 128, 8), tokens_per_sample=128)\n"
+    )
+    options = (f"python:{file}:make", "--cluster", "2xh100-80gb", "--micro-batch", "4", "--tokens", "1B")
+    data = as_json(capfd, *options, "--price", "2.5")
+    assert data["candidates"][0]["seq"] == 128
+    assert data["training"][0]["global_batch_tokens"] == 2 * 4 * 128
+    assert data["training"][0]["cost"] > 0
