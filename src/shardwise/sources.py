@@ -91,6 +91,11 @@ class Source:
             self._usual = self._spec, with_usual_loss(self._spec)
         return self._usual[1]
 
+    @property
+    def has_default_length(self) -> bool:
+        """Whether the length of a sample is that of the config, capped, because none was given."""
+        return self._seq is None and self.reference.startswith("hf:")
+
     def _has_lean_loss(self) -> bool:
         if self._is_given or ":" in self.reference:
             return False
@@ -153,7 +158,7 @@ class Source:
             keep_spec(key, traced)
         before = self._spec if hasattr(self, "_spec") else traced
         if not traced.traces:
-            return replace(before, seq=self._seq)
+            return replace(before, seq=traced.seq or self._seq)
         return replace(traced, seq=before.seq, traces=(*before.traces, *traced.traces))
 
     def _traced(self, ways: Collection[Way]) -> ModelSpec:

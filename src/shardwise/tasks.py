@@ -41,6 +41,7 @@ class Task:
     dataset, eval_dataset    samples that torch's default collate can make into batches
     evaluate(model, batch)   sums over the batch
     weights                  values by parameter name, for a model on the meta device (shardwise.prepare)
+    tokens_per_sample        of a batch of make_batch, by which the planner counts tokens; None if samples have none
     """
 
     model: nn.Module
@@ -50,6 +51,7 @@ class Task:
     eval_dataset: Dataset[Any] | None = None
     evaluate: Callable[[nn.Module, Any], Sums] | None = None
     weights: Mapping[str, Tensor] | None = None
+    tokens_per_sample: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
@@ -58,6 +60,9 @@ class Task:
             value = getattr(self, name)
             if not callable(value) and (required or value is not None):
                 raise InvalidModel(f"Task.{name} is a {type(value).__name__}; it must be a function")
+        length = self.tokens_per_sample
+        if length is not None and (not isinstance(length, int) or length < 1):
+            raise InvalidModel(f"Task.tokens_per_sample is {length!r}; it must be a number of tokens, such as 2048")
         for name in ("dataset", "eval_dataset"):
             value = getattr(self, name)
             if value is not None and not (hasattr(value, "__getitem__") and hasattr(value, "__len__")):
@@ -119,7 +124,7 @@ def token_task(
 
     splits = dataset and token_splits(dataset, seq=seq, vocab_size=shape.vocab_size)
     task = _task(build_model(shape, device=device), splits=splits or None, make_batch=make_batch)
-    return replace(task, loss=cross_entropy_of_tokens)
+    return replace(task, loss=cross_entropy_of_tokens, tokens_per_sample=seq)
 
 
 def image_task(

@@ -47,7 +47,13 @@ def task_of_model(model: nn.Module, *, seq: int) -> Task:
         tokens = torch.zeros(size, seq, dtype=torch.int64)
         return tokens, tokens
 
-    return Task(model=model, loss=cross_entropy_of_logits, make_batch=make_batch, evaluate=sums_of_logits)
+    return Task(
+        model=model,
+        loss=cross_entropy_of_logits,
+        make_batch=make_batch,
+        evaluate=sums_of_logits,
+        tokens_per_sample=seq,
+    )
 
 
 def with_data(task: Task, dataset: str | None, *, seq: int, vocab_size: int, tokenizer: Path | None = None) -> Task:

@@ -19,6 +19,7 @@ from shardwise.cli.export import export, import_
 from shardwise.cli.models import models
 from shardwise.cli.plan import plan
 from shardwise.cli.profile import profile
+from shardwise.cli.rent import rent
 from shardwise.cli.report import report
 from shardwise.cli.tokens import tokens
 from shardwise.cli.train import train
@@ -49,7 +50,7 @@ app = typer.Typer(
     name="shardwise", cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
 )
 _COMMANDS: tuple[Callable[..., None], ...] = (
-    *(plan, models, devices, calibrate, tokens, doctor, explain, export, import_, profile, train, bench, report),
+    *(plan, rent, models, devices, calibrate, tokens, doctor, explain, export, import_, profile, train, bench, report),
     autopsy,
 )
 for _command in _COMMANDS:

@@ -17,7 +17,7 @@ from shardwise.planner.search.frontier import FrontierPoint, frontier
 from shardwise.planner.search.recommend import Reason, Recommendation, recommend
 from shardwise.planner.search.scale import Scaled, scaling
 from shardwise.planner.search.training_cost import TrainingCost, training_cost
-from shardwise.planner.search.way_out import way_out
+from shardwise.planner.search.way_out import ways_out
 from shardwise.planner.systems import OWN, System
 from shardwise.planner.time.fabric_range import needed_bytes_per_s
 from shardwise.planner.time.step_time import timeline
@@ -101,8 +101,8 @@ def answer(question: PlanQuestion) -> PlanAnswer:
         chosen = recommend(found, goal=question.goal, spec_for=spec_for, optimizer=optimizer)
         why = reasons(chosen)
         if chosen.reason is Reason.NOTHING_FITS:
-            way = way_out(spec_for, plan=question.plan, strategies=strategies, cluster=cluster, optimizer=optimizer)
-            why = no_fit(way, asked=question.plan, strategies=strategies, cluster=cluster)
+            ways = ways_out(spec_for, plan=question.plan, strategies=strategies, cluster=cluster, optimizer=optimizer)
+            why = no_fit(ways, asked=question.plan, strategies=strategies, cluster=cluster)
     return PlanAnswer(
         question=question,
         found=found,

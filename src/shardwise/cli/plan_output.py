@@ -69,7 +69,8 @@ def show(shown: PlanAnswer) -> None:
 def _heading(shown: PlanAnswer) -> str:
     first = shown.found[0]
     capacity, plan = first.capacity_bytes, first.plan
-    seq = f", {first.seq} tokens per sample" if first.seq else ""
+    default = " (the default; --seq sets another)" if shown.question.source.has_default_length else ""
+    seq = f", {first.seq} tokens per sample{default}" if first.seq else ""
     room = f" ({fixed_text(capacity, unit=GIB)} each)" if capacity else ""
     loss = ", usual loss" if shown.question.source.has_usual_loss else ""
     return (
@@ -97,9 +98,12 @@ def _remarks(shown: PlanAnswer) -> Iterator[str]:
     tensors, reserved = (fixed_text(total, unit=GIB) for total in totals)
     yield f"GiB is the peak on the device; of {best_or_first.name} {tensors} are allocated, {reserved} reserved."
     fits = f"fits means peak + {first.memory_band:.0%} ≤ capacity; " if first.capacity_bytes else ""
-    unknown = why_not_timed(shown.question.source.spec_for(first.plan), plan=first.plan, cluster=first.cluster)
+    unknown = why_not_timed(
+        shown.question.source.spec_for(best_or_first.plan), plan=best_or_first.plan, cluster=best_or_first.cluster
+    )
+    of_best = f" of {best_or_first.name}" if first.time is not None else ""
     time = f"times {best_or_first.time_band}; comm = exposed communication"
-    yield f"Predicted, not measured; {fits}{f'time is not predicted: {unknown}' if unknown else time}."
+    yield f"Predicted, not measured; {fits}{f'time{of_best} is not predicted: {unknown}' if unknown else time}."
     if unknown is None and needs_whole_matrices(shown.question.optimizer):
         yield "The time of Muon's update is computed from its matrix products; it was not compared with measurements."
     if unknown is None and best_or_first.cluster.num_nodes > 1:

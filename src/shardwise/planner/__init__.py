@@ -28,13 +28,14 @@ time/fabric_range.py    a step over another fabric, and the bandwidth that it ne
 traffic.py              the bytes that a rank sends in a step
 search/candidates.py    plans for a cluster, each at its best batch
 search/recommend.py     the recommended plan, and why
-search/way_out.py       the smallest change that fits, if nothing does
+search/way_out.py       the smallest changes that fit, if nothing does
 search/scale.py         the best plan on 8 to 16,384 devices
 search/auto.py          `strategy = "auto"`: a request and a budget → one plan
 search/solver.py, climb.py      the search: mixtures of two choices, then unit by unit
 search/dial.py, dial_cost.py    the choices of all units as one value, and its cost by the replay
 search/micro_batches.py         the micro-batches that a search may try
 search/frontier.py      the best speed for every budget
+search/rent.py          kinds and counts of devices to rent, with plan, days and cost
 search/training_cost.py days, GPU-hours and money of a training
 search/chosen_text.py   the solver's choice in one sentence
 """

@@ -13,6 +13,7 @@ trace.py        several sizes → laws
 """
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from shardwise.spec import ModelSpec
 from shardwise.tasks import Task
@@ -27,10 +28,11 @@ def trace_task(task: Task, *, name: str, ways: Collection[tuple[str, str]], kern
 
     `kernels`: the device whose kernels are traced, cuda or cpu.
     """
-    return trace_model(
+    traced = trace_model(
         task.model,
         loss=task.loss,
         make_batch=task.make_batch,
         name=name,
         ways=[Way(computes_in=computes_in, recompute=recompute, device=kernels) for computes_in, recompute in ways],
     )
+    return replace(traced, seq=task.tokens_per_sample)

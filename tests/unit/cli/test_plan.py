@@ -434,7 +434,7 @@ def test_mesh_passes_reduce_dtype_and_recompute_by_unit_can_be_set(capfd: pytest
     assert plan["recompute_overrides"] == {"blocks.[0-3]": "none"}
 
 
-def test_the_frontier_shows_auto_against_the_best_fixed_plan(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_frontier_shows_auto_against_the_fastest_fixed_plan(capfd: pytest.CaptureFixture[str]) -> None:
     options = ("gpt2-124m", "--cluster", "1xa100-40gb", "--strategy", "ddp", "--micro-batch", "32", "--frontier")
     points = as_json(capfd, *options)["frontier"]
     assert len(points) == 8
@@ -444,7 +444,7 @@ def test_the_frontier_shows_auto_against_the_best_fixed_plan(capfd: pytest.Captu
         assert point["auto"]["device_bytes"] <= point["budget_bytes"]
         assert point["auto"]["samples_per_s"] >= 0.998 * point["fixed"]["samples_per_s"]
     assert run(*options) == 0
-    assert "best fixed plan" in capfd.readouterr().out
+    assert "fastest fixed plan" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -467,3 +467,19 @@ def test_options_that_cannot_be_met_are_one_line(
     assert out == ""
     assert message in err
     assert len(err.strip().splitlines()) == 1
+
+
+def test_a_task_says_its_tokens_per_sample(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        "import torch\nfrom shardwise.tasks import Task\n"
+        "def make():\n"
+        "    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))\n"
+        "    return Task(model=model, loss=lambda model, batch: model(batch).square().mean(),\n"
+        "                make_batch=lambda size: torch.zeros(size, 128, 8), tokens_per_sample=128)\n"
+    )
+    options = (f"python:{file}:make", "--cluster", "2xh100-80gb", "--micro-batch", "4", "--tokens", "1B")
+    data = as_json(capfd, *options, "--price", "2.5")
+    assert data["candidates"][0]["seq"] == 128
+    assert data["training"][0]["global_batch_tokens"] == 2 * 4 * 128
+    assert data["training"][0]["cost"] > 0

@@ -11,7 +11,10 @@ from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.search.candidates import Candidate, SpecFor, cost, largest_batch
 
 PAIR_BAND = 0.05
-"""The error band of the ratio of two predictions on one cluster: most of their errors are common to both."""
+"""The error band of the ratio of two predictions on one cluster: most of their errors are common to both.
+
+Two plans are equally fast if one is slower by no more than this, in whole percent, as it is printed.
+"""
 
 # Verdicts on candidates that can be recommended, the best first.
 _VERDICTS = ("yes", "tight", "unknown")
@@ -24,6 +27,7 @@ class Reason(Enum):
 
     SMALLEST_PEAK = "the smallest peak"
     SIMPLEST = "the simplest that fits, where time is not predicted"
+    NOTHING_TO_SHARD = "the simplest, since one rank has nothing to shard"
     NEARLY_FASTEST = "the simplest within PAIR_BAND of the fastest"
     FASTEST = "the fastest"
     ONLY_ONE = "the only one that fits"
@@ -33,7 +37,10 @@ class Reason(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rival:
-    """A candidate that is not recommended. `speed`: its samples per second relative to the recommended one."""
+    """A candidate that is not recommended.
+
+    `speed`: its samples per second, relative to the fastest that fits; with goal `memory`, to the recommended one.
+    """
 
     candidate: Candidate
     speed: float
@@ -51,7 +58,7 @@ class Condition(Enum):
 
     PLAN = "with RunnerUp.plan it fits"
     CAPACITY = "on a device of RunnerUp.capacity_bytes it fits"
-    PREFERENCE = "it is faster, and would win if that counted more than a simpler plan"
+    PREFERENCE = "it is faster, and would win if that counted more than memory"
     LINKS = "with faster links it would be the fastest"
     ROOM = "with room for the recommended micro-batch it might be"
     NONE = "it is slower over any links"
@@ -70,7 +77,8 @@ class RunnerUp(Rival):
 class Recommendation:
     """`index` of the recommended candidate; None if there is none.
 
-    fastest     the fastest candidate, if `reason` is NEARLY_FASTEST
+    slower      how much slower than the fastest it is, as a share of its speed, if `reason` is NEARLY_FASTEST
+    fastest     that candidate
     simpler     the simplest strategy, if it is not recommended
     runner_up   another candidate, and its condition
     """
@@ -78,7 +86,8 @@ class Recommendation:
     index: int | None
     reason: Reason
     best: Candidate | None = None
-    fastest: Rival | None = None
+    slower: float = 0.0
+    fastest: Candidate | None = None
     simpler: Simpler | None = None
     runner_up: RunnerUp | None = None
 
@@ -92,31 +101,40 @@ def recommend(found: Sequence[Candidate], *, goal: str, spec_for: SpecFor, optim
         fitting = [candidate for candidate in found if candidate.fits == verdict]
         if not fitting or (verdict == "unknown" and fitting[0].time is None):
             continue
-        best = _smallest(fitting) if goal == "memory" else fastest(fitting)
+        best = _smallest(fitting) if goal == "memory" else best_of(fitting)
         assert best is not None
-        first = max(fitting, key=_SPEED)
+        first = best if goal == "memory" else max(fitting, key=_SPEED)
         reason = _reason(best, fitting, first=first, goal=goal)
+        is_behind = reason is Reason.NEARLY_FASTEST
         return Recommendation(
             index=found.index(best),
             reason=reason,
             best=best,
-            fastest=Rival(candidate=first, speed=_relative(first, best)) if reason is Reason.NEARLY_FASTEST else None,
-            simpler=_simpler(best, found) if goal != "memory" else None,
-            runner_up=_runner_up(best, found, spec_for=spec_for, optimizer=optimizer),
+            slower=1 - _relative(best, first) if is_behind else 0.0,
+            fastest=first if is_behind else None,
+            simpler=_simpler(best, found, first=first) if goal != "memory" else None,
+            runner_up=_runner_up(best, found, reason=reason, spec_for=spec_for, optimizer=optimizer),
         )
     is_unknown = all(candidate.fits == "unknown" for candidate in found)
     return Recommendation(index=None, reason=Reason.CAPACITY_UNKNOWN if is_unknown else Reason.NOTHING_FITS)
 
 
-def fastest(fitting: Sequence[Candidate]) -> Candidate | None:
-    """Return the simplest candidate within PAIR_BAND of the fastest."""
+def best_of(fitting: Sequence[Candidate]) -> Candidate | None:
+    """Return the simplest candidate within PAIR_BAND of the fastest; on one rank, which shards nothing, the simplest.
+
+    This is what "best" and "recommended" mean everywhere; the planner page has the same rule.
+    """
     if not fitting:
         return None
     most = max(one.samples_per_s for one in fitting)
-    as_fast = [one for one in fitting if one.samples_per_s * (1 + PAIR_BAND) >= most]
+    as_fast = [one for one in fitting if one.cluster.num_ranks == 1 or _is_as_fast(one.samples_per_s, most)]
     simplest = min(map(_simplicity, as_fast))[0]
     # Of one strategy on several meshes, the fastest.
     return max((one for one in as_fast if _simplicity(one)[0] == simplest), key=_SPEED)
+
+
+def _is_as_fast(speed: float, most: float) -> bool:
+    return most == 0 or round(1 - speed / most, 2) <= PAIR_BAND
 
 
 def _simplicity(candidate: Candidate) -> tuple[int, int]:
@@ -128,8 +146,8 @@ def _smallest(fitting: Sequence[Candidate]) -> Candidate:
     return min(fitting, key=lambda candidate: (candidate.memory.allocated_bytes, _simplicity(candidate)))
 
 
-def _relative(one: Candidate, best: Candidate) -> float:
-    return one.samples_per_s / best.samples_per_s if best.time is not None else 0.0
+def _relative(one: Candidate, other: Candidate) -> float:
+    return one.samples_per_s / other.samples_per_s if other.time is not None else 0.0
 
 
 def _reason(best: Candidate, fitting: Sequence[Candidate], *, first: Candidate, goal: str) -> Reason:
@@ -137,12 +155,14 @@ def _reason(best: Candidate, fitting: Sequence[Candidate], *, first: Candidate, 
         return Reason.SMALLEST_PEAK
     if best.time is None:
         return Reason.SIMPLEST
+    if best.cluster.num_ranks == 1 and len(fitting) > 1:
+        return Reason.NOTHING_TO_SHARD
     if first is not best:
         return Reason.NEARLY_FASTEST
     return Reason.FASTEST if len(fitting) > 1 or best.fits == "unknown" else Reason.ONLY_ONE
 
 
-def _simpler(best: Candidate, found: Sequence[Candidate]) -> Simpler | None:
+def _simpler(best: Candidate, found: Sequence[Candidate], *, first: Candidate) -> Simpler | None:
     simpler = [one for one in found if _simplicity(one)[0] < _simplicity(best)[0]]
     if not simpler:
         return None
@@ -150,16 +170,18 @@ def _simpler(best: Candidate, found: Sequence[Candidate]) -> Simpler | None:
     is_too_large = one.fits in ("no", "tight") and one.fits != best.fits
     if not is_too_large and (one.time is None or best.time is None):
         return None
-    return Simpler(candidate=one, speed=_relative(one, best), is_too_large=is_too_large)
+    return Simpler(candidate=one, speed=_relative(one, first), is_too_large=is_too_large)
 
 
-def _runner_up(best: Candidate, found: Sequence[Candidate], *, spec_for: SpecFor, optimizer: str) -> RunnerUp | None:
-    """Return the simplest candidate that does not fit, or else the fastest other one."""
+def _runner_up(
+    best: Candidate, found: Sequence[Candidate], *, reason: Reason, spec_for: SpecFor, optimizer: str
+) -> RunnerUp | None:
+    """Return the simplest candidate that does not fit, or else the fastest other one, unless the reason names it."""
     too_large = [one for one in found if one.fits == "no" and _simplicity(one) < _simplicity(best)]
     if too_large:
         return _to_fit(too_large[0], best, spec_for=spec_for, optimizer=optimizer)
     losers = [one for one in found if one.fits == best.fits and one.plan.strategy != best.plan.strategy]
-    if best.time is None or not losers:
+    if best.time is None or not losers or reason in (Reason.NEARLY_FASTEST, Reason.NOTHING_TO_SHARD):
         return None
     return _to_win(max(losers, key=_SPEED), best)
 

@@ -8,7 +8,7 @@ from shardwise.hardware import Cluster
 from shardwise.hardware.cluster import make_cluster
 from shardwise.plan import Plan
 from shardwise.planner.search.candidates import Candidate, SpecFor, candidates
-from shardwise.planner.search.recommend import fastest
+from shardwise.planner.search.recommend import best_of
 
 SIZES = tuple(2**power for power in range(3, 15))
 
@@ -55,7 +55,7 @@ def scaling(
                 goal="throughput",
                 quick=True,
             )
-        best = fastest([one for one in options if one.fits == "yes" and one.time is not None])
+        best = best_of([one for one in options if one.fits == "yes" and one.time is not None])
         if best is not None:
             first = rows[0].candidate if rows else best
             speed, first_speed = (one.samples_per_s / one.cluster.num_ranks for one in (best, first))

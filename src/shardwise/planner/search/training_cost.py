@@ -26,7 +26,10 @@ def training_cost(candidate: Candidate, *, num_tokens: float, price_per_gpu_hour
     """Return the cost of a training, without failures and evaluations; None if the plan's time is not predicted."""
     time = candidate.time
     if candidate.seq is None:
-        raise InvalidPlan("--tokens: this model's samples are not counted in tokens")
+        raise InvalidPlan(
+            "--tokens: this model's samples are not counted in tokens; a python: task says how many a sample has by "
+            "Task(tokens_per_sample=…)"
+        )
     if time is None:
         return None
     tokens_per_day = time.samples_per_s * candidate.seq * _DAY_SECONDS

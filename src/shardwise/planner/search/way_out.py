@@ -1,45 +1,56 @@
-"""The smallest change of a plan or of the cluster that fits, if nothing does. No torch."""
+"""The smallest changes of a plan or of the cluster that fit, if nothing does. No torch."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from shardwise.hardware import Cluster
+from shardwise.hardware.cluster import make_cluster
 from shardwise.plan import Plan
 from shardwise.plan.limits import LIMITS, strategies_of
 from shardwise.plan.mesh import Mesh
+from shardwise.planner.search.auto import AutoRequest, NoPlanFits, solve_plan
 from shardwise.planner.search.candidates import Candidate, SpecFor, cost, largest_batch
 
+MOST_TIMES = 1024
+"""The most devices that are tried, as a multiple of those that were asked for."""
+
+PER_NODE = 8
+"""Devices of a rented machine; fewer are rented as 1, 2 or 4 of them."""
+
 Changed = tuple[Plan, Sequence[str], Cluster]
-"""A plan, the strategies to try with it, and a cluster. No micro-batch means the largest that fits."""
+"""A plan, the strategies to try with it, and a cluster."""
 
 
-def way_out(
+def ways_out(
     spec_for: SpecFor, *, plan: Plan, strategies: Sequence[str], cluster: Cluster, optimizer: str
-) -> Candidate | None:
-    """Return the smallest change of the plan or the cluster that fits, or None."""
+) -> list[Candidate]:
+    """Return the smallest change of the plan that fits on these devices.
+
+    If only a plan in host memory does, whose time is not predicted, it is followed by the fewest devices that fit
+    without it. If no plan does, these are all; if no number of devices does, nothing is.
+    """
 
     def fitting(changes: Iterable[Changed]) -> Iterator[Candidate]:
-        for changed, changed_strategies, changed_cluster in changes:
+        for changed, changed_strategies, where in changes:
             for strategy in changed_strategies:
-                chosen = replace(changed, strategy=strategy, mesh=Mesh(shard=changed_cluster.num_ranks))
-                if LIMITS[plan.engine].why_not_planned(chosen) is not None:
-                    continue
-                spec = spec_for(chosen)
-                if chosen.micro_batch is None:
-                    most = largest_batch(spec, plan=chosen, cluster=changed_cluster, optimizer=optimizer)
-                    chosen = replace(chosen, micro_batch=min(most, max(1, (plan.micro_batch or 1) - 1)))
-                found = cost(spec, plan=chosen, cluster=changed_cluster, optimizer=optimizer)
-                if found.fits == "yes":
-                    yield found
+                chosen = replace(changed, strategy=strategy, mesh=Mesh(shard=where.num_ranks))
+                if LIMITS[plan.engine].why_not_planned(chosen) is None:
+                    found = cost(spec_for(chosen), plan=chosen, cluster=where, optimizer=optimizer)
+                    if found.fits == "yes":
+                        yield found
 
     of_plan = next(fitting(_changes(plan, strategies=strategies, cluster=cluster)), None)
     if of_plan is not None:
-        return of_plan
-    for change in _smaller(plan, cluster=cluster):
-        smaller = max(fitting([change]), key=lambda found: found.batch, default=None)
+        return [of_plan]
+    for ways in _smaller(spec_for, plan=plan, cluster=cluster, optimizer=optimizer):
+        smaller = max(fitting(ways), key=lambda found: found.batch, default=None)
         if smaller is not None:
-            return smaller
-    return next(fitting(_larger(plan, cluster=cluster)), None)
+            return [smaller]
+    per_unit = _per_unit(spec_for, request=AutoRequest(plan=plan, cluster=cluster, optimizer=optimizer))
+    if per_unit is not None and per_unit.time is not None:
+        return [per_unit]
+    larger = next(fitting(_larger(plan, cluster=cluster)), None)
+    return [one for one in (per_unit, larger) if one is not None]
 
 
 def _changes(plan: Plan, *, strategies: Sequence[str], cluster: Cluster) -> list[Changed]:
@@ -70,24 +81,61 @@ def _in_16_bits(plan: Plan) -> Plan:
     return replace(plan, reduce_dtype=plan.precision) if plan.precision in ("bf16", "fp16") else plan
 
 
-def _smaller(plan: Plan, *, cluster: Cluster) -> list[Changed]:
-    """Return the same with a smaller batch, if there is one."""
-    if (plan.micro_batch or 1) == 1:
-        return []
-    least = _in_16_bits(_reduced(plan))
-    ways = [replace(one, micro_batch=None, recompute=way) for one in (plan, least) for way in (plan.recompute, "full")]
-    return [(changed, strategies_of(plan.engine), cluster) for changed in ways]
+def _smaller(spec_for: SpecFor, *, plan: Plan, cluster: Cluster, optimizer: str) -> Iterator[list[Changed]]:
+    """Yield the same with a smaller micro-batch and more passes, so that a step has as many samples.
+
+    Each list has all strategies, each with the largest micro-batch that divides the given one and fits.
+    """
+    given = plan.micro_batch or 1
+    divisors = [batch for batch in range(given - 1, 0, -1) if given % batch == 0]
+    for changes in (_reduced, lambda one: _in_16_bits(_reduced(one))):
+        for way in dict.fromkeys((plan.recompute, "full")):
+            found: list[Changed] = []
+            for strategy in strategies_of(plan.engine) if divisors else ():
+                passes = changes(replace(plan, strategy=strategy, recompute=way, accumulate=plan.accumulate * given))
+                passes = replace(passes, mesh=Mesh(shard=cluster.num_ranks))
+                if LIMITS[plan.engine].why_not_planned(passes) is not None:
+                    continue
+                most = largest_batch(spec_for(passes), plan=passes, cluster=cluster, optimizer=optimizer)
+                batch = next((batch for batch in divisors if batch <= most), 1)
+                sized = replace(passes, micro_batch=batch, accumulate=plan.accumulate * (given // batch))
+                found.append((sized, [strategy], cluster))
+            yield found
 
 
-def _larger(plan: Plan, *, cluster: Cluster) -> list[Changed]:
-    """Return 2, 4, 8 … times as many devices with the last strategy, which shards the most; links are ignored."""
-    return [
-        (
-            replace(one, micro_batch=1, recompute=recompute),
-            strategies_of(plan.engine)[-1:],
-            replace(cluster, devices_per_node=cluster.devices_per_node * 2**power),
+def _per_unit(spec_for: SpecFor, *, request: AutoRequest) -> Candidate | None:
+    """Return what the solver finds: choices for each unit or, if none fit, host memory; None without such an engine."""
+    if not LIMITS[request.plan.engine].has("offload_states"):
+        return None
+    try:
+        return solve_plan(spec_for, request=request).candidate
+    except NoPlanFits:
+        return None
+
+
+def _larger(plan: Plan, *, cluster: Cluster) -> Iterator[Changed]:
+    """Yield more devices, the fewest first, with the last strategy, which shards the most."""
+    for where in larger_clusters(cluster):
+        for one in (_reduced(plan), _in_16_bits(_reduced(plan))):
+            for recompute in dict.fromkeys((plan.recompute, "full")):
+                yield replace(one, micro_batch=1, recompute=recompute), strategies_of(plan.engine)[-1:], where
+
+
+def larger_clusters(cluster: Cluster) -> Iterator[Cluster]:
+    """Yield clusters of the same devices, as they are rented: 2, 4 or 8 of them, then 2, 4, 8 … machines of 8.
+
+    Where the links between machines are not known, all devices are in one machine: their memory is the same.
+    """
+    num_ranks, per_node = cluster.num_ranks, max(PER_NODE, cluster.devices_per_node)
+    is_linked = cluster.fabric is not None or cluster.device.nic is not None
+    for size in (2**power for power in range(1, 24)):
+        if not num_ranks < size <= MOST_TIMES * num_ranks:
+            continue
+        nodes = size // per_node if is_linked and size > per_node and size % per_node == 0 else 1
+        yield make_cluster(
+            cluster.device,
+            num_nodes=nodes,
+            devices_per_node=size // nodes,
+            fabric=cluster.fabric if nodes > 1 else None,
+            link=cluster.link,
         )
-        for one in (_reduced(plan), _in_16_bits(_reduced(plan)))
-        for recompute in (plan.recompute, "full")
-        for power in range(1, 11)
-    ]

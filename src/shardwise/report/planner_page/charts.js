@@ -132,7 +132,7 @@ const charts = (() => {
       if (!before || before.label.split(",")[0] !== name) parts.push(svg("text", { class: "name", x: x(point.budget), y: y(point.value) - 12, "text-anchor": index === points.length - 1 ? "end" : "middle" }, name));
     });
     parts.push(svg("text", { class: "tick", x: 0, y: 12 }, unit));
-    home.replaceChildren(svg("svg", { width: "100%", height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `Best throughput: ${fitting.map((point) => `${gib(point.budget)}: ${significant(point.value)} ${unit} with ${point.label}`).join("; ")}` }, ...parts));
+    home.replaceChildren(svg("svg", { width: "100%", height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `Highest throughput: ${fitting.map((point) => `${gib(point.budget)}: ${significant(point.value)} ${unit} with ${point.label}`).join("; ")}` }, ...parts));
   }
 
   function table(home, head, rows) {

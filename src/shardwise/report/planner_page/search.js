@@ -197,13 +197,13 @@ class Planner {
     return STRATEGIES.flatMap((strategy) => this.meshes(strategy, cluster).map((mesh) => this.cost(strategy, mesh, settings, { quick })));
   }
 
-  // The best of several meshes of one strategy: the fastest that fits best.
+  // The rule of recommend.py (best_of): the simplest of those as fast as the fastest; on one device, the simplest.
   best(found) {
     for (const verdict of ["yes", "tight"]) {
       const fitting = found.filter((one) => one.fits === verdict);
       if (!fitting.length) continue;
       const speed = (one) => one.time.samplesPerSecond, most = Math.max(...fitting.map(speed));
-      const asFast = fitting.filter((one) => speed(one) * (1 + this.hardware.pair_band) >= most);
+      const asFast = fitting.filter((one) => one.mesh.replicate * one.mesh.shard === 1 || Math.round(100 * (1 - speed(one) / most)) <= 100 * this.hardware.pair_band);
       const simplest = Math.min(...asFast.map((one) => STRATEGIES.indexOf(one.strategy)));
       const [best] = asFast.filter((one) => one.strategy === STRATEGIES[simplest]).sort((one, other) => speed(other) - speed(one));
       const [first] = fitting.filter((one) => speed(one) === most);
@@ -229,22 +229,34 @@ class Planner {
     return best;
   }
 
-  // The smallest change of the settings with which something fits.
+  // The smallest change of the settings that fits, as ways_out finds it: recompute, a smaller micro-batch, and then more
+  // devices, the fewest first. Gradients in 16 bits and host memory are not on the page.
   wayOut(settings) {
-    const start = RECOMPUTES.indexOf(settings.recompute), counts = this.hardware.counts.filter((count) => count > settings.count);
-    const hasFabric = this.hardware.devices[settings.device].fabric !== null;
+    const start = RECOMPUTES.indexOf(settings.recompute);
     const changes = [
       ...RECOMPUTES.slice(start + 1).map((recompute) => ({ recompute })),
       ...(settings.batch > 1 ? [{ batch: null }, { batch: null, recompute: "full" }] : []),
-      ...[settings.recompute, "full"].flatMap((recompute) => counts.filter((count) => hasFabric || count <= 8)
-        .map((count) => ({ count, recompute, batch: settings.batch === null ? null : 1 }))),
     ];
     for (const change of changes) {
       const changed = { ...settings, ...change };
       // First with the tensors alone, which is fast.
       if (!this.candidates(changed, { quick: true }).some((one) => one.fits === "yes")) continue;
       const found = this.best(this.candidates(changed));
-      if (found && found.best.fits === "yes") return { change, best: found.best };
+      if (found && found.best.fits === "yes") return { change, best: found.best, isOffered: true };
+    }
+    return this.moreDevices(settings);
+  }
+
+  // The fewest devices that fit: 2, 4, 8, then machines of 8. Without known links between machines there is no time, and
+  // the page does not offer them.
+  moreDevices(settings) {
+    const { per_node: perNode, counts, devices } = this.hardware, [last] = STRATEGIES.slice(-1);
+    for (const count of counts.filter((one) => one > settings.count && Number.isInteger(Math.log2(one)))) {
+      for (const recompute of new Set([settings.recompute, "full"])) {
+        const changed = { ...settings, count, recompute, batch: 1 }, found = this.cost(last, { replicate: 1, shard: count }, changed);
+        const batch = settings.batch === null ? null : 1;
+        if (found.fits === "yes") return { change: { count, recompute, batch }, best: found, isOffered: count <= perNode || devices[settings.device].fabric !== null };
+      }
     }
     return null;
   }

@@ -38,22 +38,37 @@ const pageView = (page) => {
     box.setAttribute("aria-busy", isRough);
     for (const id of ["verdict", "numbers"]) at(id).classList.toggle("rough", isRough);
     box.classList.toggle("refused", !recommended);
-    at("apply").hidden = !way;
+    at("apply").hidden = !way?.isOffered;
     if (!recommended) {
       const [least] = [...page.shown.found].sort((one, other) => one.device - other.device);
       heading.textContent = "Nothing fits with these settings";
       at("why").textContent = `The smallest, ${least.strategy}, needs ${gib(least.device)} per GPU; ${gib(planner.capacity(page.shown.asked))} may be used.`;
-      at("also").textContent = isRough ? "" : way ? `It fits with ${changeText(way.change)}: ${way.best.strategy}, micro-batch ${way.best.batch}, ${gib(way.best.device)}.` : "It does not fit with recompute full on any number of GPUs of this page either.";
+      at("also").textContent = isRough ? "" : `${wayText(way)} The command below also tries gradients in 16 bits and host memory.`;
       if (way) at("apply").textContent = `Use ${changeText(way.change)}`;
       return;
     }
     const { best, first, fitting } = recommended, mesh = best.mesh.replicate > 1 ? ` on a ${best.mesh.replicate}×${best.mesh.shard} mesh` : "";
     const doubt = best.fits === "tight" ? " It may not fit: the peak is within the error band of the limit." : "";
     heading.replaceChildren("Use ", element("em", {}, best.strategy), `${mesh}, micro-batch ${best.batch}`);
-    const reason = first !== best ? `The simplest strategy within ${share(planner.hardware.pair_band)} of the fastest (${first.strategy}, ${share(first.time.samplesPerSecond / best.time.samplesPerSecond - 1)} faster).`
-      : fitting.length > 1 ? "The fastest strategy that fits." : "The only strategy that fits.";
+    const reason = fitting.length < 2 ? "The only strategy that fits." : page.state.gpus === 1 ? "The simplest strategy: one GPU has nothing to shard."
+      : first === best ? "The fastest strategy that fits." : nearlyFastestText(best, first);
     at("why").textContent = `${reason} ${communicationText(best)}${doubt}`;
-    at("also").textContent = simplerText(best);
+    at("also").textContent = simplerText(best, first);
+  }
+
+  // Percentages are of the fastest, in whole percent, as in the terminal.
+  const slowerShare = (one, first) => Math.round(100 * (1 - one.time.samplesPerSecond / first.time.samplesPerSecond));
+
+  function nearlyFastestText(best, first) {
+    const slower = slowerShare(best, first);
+    if (slower === 0) return `As fast as ${first.strategy}, and simpler.`;
+    return `${slower}% slower than ${first.strategy}, the fastest, and simpler (${share(page.hardware.pair_band)} or less is within the error).`;
+  }
+
+  function wayText(way) {
+    if (!way) return "It does not fit with recompute full on any number of GPUs of this page either.";
+    const unlinked = way.isOffered ? "" : " How machines with this GPU are linked is not known, so the page has no speed for them.";
+    return `It fits with ${changeText(way.change)}: ${way.best.strategy}, micro-batch ${way.best.batch}, ${gib(way.best.device)}.${unlinked}`;
   }
 
   function changeText({ recompute, batch, count }) {
@@ -62,17 +77,17 @@ const pageView = (page) => {
   }
 
   function communicationText({ time }) {
-    if (page.state.gpus === 1) return "One GPU has nothing to communicate.";
+    if (page.state.gpus === 1) return "";
     const part = `${seconds(time.exposed)} of ${seconds(time.seconds)}`;
-    return time.exposed < 0.05 * time.seconds ? `Communication is hidden behind computation (${part} exposed).` : `${part} of each step are exposed communication.`;
+    return time.exposed < 0.05 * time.seconds ? `Communication is hidden behind computation (${part} exposed).` : `${part} of each step are spent waiting for communication.`;
   }
 
   // Why a simpler strategy is not recommended.
-  function simplerText(best) {
+  function simplerText(best, first) {
     const simpler = page.shown.rows.find((row) => STRATEGIES.indexOf(row.strategy) < STRATEGIES.indexOf(best.strategy));
     if (!simpler) return "";
     if (simpler.fits === "no" || (simpler.fits === "tight" && best.fits === "yes")) return `${simpler.strategy} needs ${gib(simpler.device)}; ${gib(page.shown.planner.capacity(page.shown.asked))} may be used.`;
-    return `${simpler.strategy} is ${share(1 - simpler.time.samplesPerSecond / best.time.samplesPerSecond)} slower${simpler.batch < best.batch ? ` with micro-batch ${simpler.batch}, the most that fits` : ""}.`;
+    return `${simpler.strategy} is ${slowerShare(simpler, first)}% slower${simpler.batch < best.batch ? ` with micro-batch ${simpler.batch}, the most that fits` : ""}.`;
   }
 
   function drawNumbers() {

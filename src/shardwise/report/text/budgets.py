@@ -47,8 +47,8 @@ def large_number(value: float) -> str:
 
 def frontier_table(points: Sequence[FrontierPoint]) -> Table:
     """Return a table with one row per budget: the solver's plan, and the best plan that is the same for all units."""
-    heads = (f"budget {GIB.name}", "auto samples/s", "batch", "best fixed plan", "samples/s", "auto is")
-    table = plain_table(heads, right=[head for head in heads if head != "best fixed plan"])
+    heads = (f"budget {GIB.name}", "auto samples/s", "batch", "fastest fixed plan", "samples/s", "auto is")
+    table = plain_table(heads, right=[head for head in heads if head != "fastest fixed plan"])
     for point in points:
         table.add_row(
             fixed(point.budget_bytes, unit=GIB),

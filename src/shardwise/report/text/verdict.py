@@ -5,7 +5,15 @@ from collections.abc import Iterator, Sequence
 from shardwise.hardware import Cluster
 from shardwise.plan import Plan
 from shardwise.planner.search.candidates import Candidate
-from shardwise.planner.search.recommend import PAIR_BAND, Condition, Reason, Recommendation, RunnerUp, Simpler
+from shardwise.planner.search.recommend import (
+    PAIR_BAND,
+    Condition,
+    Reason,
+    Recommendation,
+    RunnerUp,
+    Simpler,
+)
+from shardwise.planner.search.way_out import MOST_TIMES
 from shardwise.vocabulary.quantities import GIB, fixed, fixed_text, significant
 
 # What is said of a recommended candidate that may not fit.
@@ -30,12 +38,13 @@ def reasons(found: Recommendation) -> str:
     return f"{text}. {_runner_up(found.runner_up, found, best=best)}" if found.runner_up is not None else text
 
 
-def no_fit(way_out: Candidate | None, *, asked: Plan, strategies: Sequence[str], cluster: Cluster) -> str:
-    """Say that nothing fits, and name the smallest change with which it would (`way_out`) as command-line options."""
-    if way_out is None:
-        tried = "--recompute full, --reduce-dtype bf16, --micro-batch 1"
-        return f"nothing fits; also not with {tried} and 1,024 times the devices"
-    return f"nothing fits; fits with {_changes(way_out, asked=asked, strategies=strategies, cluster=cluster)}"
+def no_fit(ways: Sequence[Candidate], *, asked: Plan, strategies: Sequence[str], cluster: Cluster) -> str:
+    """Say that nothing fits, and name the smallest changes with which it would (`ways_out`) as command-line options."""
+    if not ways:
+        tried = "--recompute full, --reduce-dtype bf16, --micro-batch 1, states in host memory"
+        return f"nothing fits; also not with {tried} and {MOST_TIMES:,} times the devices"
+    texts = [_changes(way, asked=asked, strategies=strategies, cluster=cluster) for way in ways]
+    return f"nothing fits; fits with {', or with '.join(texts)}"
 
 
 def name_of(candidate: Candidate) -> str:
@@ -53,10 +62,11 @@ def _clauses(found: Recommendation, best: Candidate) -> Iterator[str]:
             yield f"the smallest peak, {fixed_text(best.memory.device_bytes, unit=GIB)}"
         case Reason.SIMPLEST:
             yield "the simplest strategy that fits; time is not predicted"
+        case Reason.NOTHING_TO_SHARD:
+            yield "the simplest: one device has nothing to shard"
         case Reason.NEARLY_FASTEST:
             assert found.fastest is not None
-            name, ahead = name_of(found.fastest.candidate), found.fastest.speed - 1
-            yield f"the simplest within {PAIR_BAND:.0%} of the fastest ({name}, {ahead:.0%} ahead)"
+            yield _nearly_fastest(name_of(found.fastest), slower=found.slower)
         case Reason.ONLY_ONE:
             yield "the only one that fits"
         case _:
@@ -67,15 +77,21 @@ def _clauses(found: Recommendation, best: Candidate) -> Iterator[str]:
         yield _simpler(found.simpler, best=best)
 
 
+def _nearly_fastest(fastest: str, *, slower: float) -> str:
+    if round(slower, 2) == 0:
+        return f"as fast as {fastest} and simpler"
+    return f"{slower:.0%} slower than {fastest}, the fastest, and simpler ({PAIR_BAND:.0%} or less is within the error)"
+
+
 def _communication(best: Candidate) -> str:
     assert best.time is not None
     exposed, step = best.time.exposed_comm_seconds, best.time.step_seconds
     if best.cluster.num_ranks == 1:
-        return "one rank does not communicate"
+        return "one device does not communicate"
     share = f"{significant(exposed)} of {significant(step)} s"
     if exposed < _HIDDEN * step:
         return f"communication is hidden behind compute ({share} exposed)"
-    return f"{share} are exposed communication"
+    return f"{share} are spent waiting for communication"
 
 
 def _simpler(simpler: Simpler, *, best: Candidate) -> str:
@@ -89,8 +105,9 @@ def _simpler(simpler: Simpler, *, best: Candidate) -> str:
 
 
 def _runner_up(runner_up: RunnerUp, found: Recommendation, *, best: Candidate) -> str:
-    one, slower = runner_up.candidate, f"{1 - runner_up.speed:.0%} slower"
-    name = name_of(one)
+    one, name = runner_up.candidate, name_of(runner_up.candidate)
+    slower = f"{name} is {1 - runner_up.speed:.0%} slower"
+    advantage = "has the smaller peak" if found.reason is Reason.SMALLEST_PEAK else "is simpler"
     match runner_up.condition:
         case Condition.PLAN:
             assert runner_up.plan is not None
@@ -100,29 +117,32 @@ def _runner_up(runner_up: RunnerUp, found: Recommendation, *, best: Candidate) -
         case Condition.CAPACITY:
             assert runner_up.capacity_bytes is not None
             return f"{name} would fit on devices of {fixed_text(runner_up.capacity_bytes, unit=GIB, places=0)}"
+        case _ if round(runner_up.speed, 2) == 1:
+            return f"{name} is equally fast; {name_of(best)} {advantage}"
         case Condition.PREFERENCE:
-            ahead = f"{runner_up.speed - 1:.0%}"
-            speed = "equally fast" if ahead == "0%" else f"{ahead} faster"
-            advantage = "has the smaller peak" if found.reason is Reason.SMALLEST_PEAK else "is simpler"
-            return f"{name} is {speed}; {name_of(best)} {advantage}"
+            return f"{name} is {runner_up.speed - 1:.0%} faster; {name_of(best)} {advantage}"
         case Condition.LINKS:
             assert one.time is not None
             exposed = significant(one.time.exposed_comm_seconds)
-            return f"{name}, {slower}, would win over links that hide its {exposed} s"
+            return f"{slower}; with faster links, which hide its {exposed} s of communication, it would be the fastest"
         case Condition.ROOM:
-            return f"{name}, {slower}, would need room for micro-batch {best.batch}"
+            return f"{slower}: its micro-batch is at most {one.batch}"
         case Condition.NONE:
-            return f"{name} is {slower} with the same micro-batch, over any links"
+            return f"{slower}, and faster links would not change that"
 
 
 def _changes(found: Candidate, *, asked: Plan, strategies: Sequence[str], cluster: Cluster) -> str:
     """Return the options that differ from the given ones; without --micro-batch the search finds the micro-batch."""
     plan = found.plan
+    if found.label:
+        return f"--strategy {found.label}{_in_host_memory(plan)}"
     options = []
     if plan.precision != asked.precision:
         options.append(f"--precision {plan.precision}")
     if asked.micro_batch is not None and plan.micro_batch != asked.micro_batch:
         options.append(f"--micro-batch {plan.micro_batch}")
+    if plan.accumulate != asked.accumulate:
+        options.append(f"--accumulate {plan.accumulate}")
     if plan.accumulate_reduced != asked.accumulate_reduced:
         options.append("--accumulate-reduced")
     if plan.recompute != asked.recompute:
@@ -136,3 +156,10 @@ def _changes(found: Candidate, *, asked: Plan, strategies: Sequence[str], cluste
         return text
     devices = f"{found.cluster.num_ranks} devices"
     return f"{devices} and {text}" if text else devices
+
+
+def _in_host_memory(plan: Plan) -> str:
+    """Return what a plan keeps in host memory, in brackets; "" if nothing."""
+    places = {"activations": plan.offload_activations, "optimizer states": plan.offload_states}
+    kept = [name for name, is_kept in places.items() if is_kept]
+    return f" ({' and '.join(kept)} in host memory, at a speed that is not predicted)" if kept else ""

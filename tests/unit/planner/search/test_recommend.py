@@ -9,8 +9,9 @@ from shardwise.hardware import cluster_of
 from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.search.candidates import Candidate, candidates
-from shardwise.planner.search.recommend import Condition, Reason, Recommendation, fastest, recommend
+from shardwise.planner.search.recommend import Condition, Reason, Recommendation, best_of, recommend
 from shardwise.sources import Source
+from shardwise.spec import ModelSpec
 
 EVERY = list(STRATEGIES)
 
@@ -30,6 +31,10 @@ def small() -> list[Candidate]:
     return found_for("gpt2-124m", "8xh100-80gb", plan=Plan(precision="bf16", micro_batch=8))[0]
 
 
+def nobody_asks(plan: Plan) -> ModelSpec:
+    raise AssertionError("nobody asks for a spec")
+
+
 def with_speeds(found: list[Candidate], *speeds: float, fits: str = "yes") -> list[Candidate]:
     """The same, as if they trained so many samples a second."""
     return [
@@ -39,15 +44,40 @@ def with_speeds(found: list[Candidate], *speeds: float, fits: str = "yes") -> li
 
 
 def test_the_fastest_is_taken(small: list[Candidate]) -> None:
-    best = fastest(with_speeds(small, 100, 100, 100, 100, 130))
+    best = best_of(with_speeds(small, 100, 100, 100, 100, 130))
     assert best is not None
     assert best.plan.strategy == "fsdp"
 
 
 def test_within_the_band_the_simplest_is_taken(small: list[Candidate]) -> None:
-    best = fastest(with_speeds(small, 80, 97, 98, 99, 100))
+    best = best_of(with_speeds(small, 80, 97, 98, 99, 100))
     assert best is not None
     assert best.plan.strategy == "zero1"
+
+
+@pytest.mark.parametrize(("slowest", "taken"), [(94.6, "ddp"), (94.4, "zero1")])
+def test_the_band_is_in_whole_percent_as_it_is_printed(small: list[Candidate], slowest: float, taken: str) -> None:
+    best = best_of(with_speeds(small, slowest, 99, 99, 99, 100))
+    assert best is not None
+    assert best.plan.strategy == taken
+
+
+def test_on_one_device_there_is_nothing_to_shard(small: list[Candidate]) -> None:
+    alone = [replace(one, cluster=cluster_of("1xh100-80gb")) for one in with_speeds(small, 80, 80, 80, 80, 100)]
+    choice = recommend(alone, goal="throughput", spec_for=nobody_asks, optimizer="adamw")
+    assert (choice.index, choice.reason, choice.runner_up) == (0, Reason.NOTHING_TO_SHARD, None)
+
+
+def test_all_speeds_are_relative_to_the_fastest(small: list[Candidate]) -> None:
+    choice = recommend(
+        with_speeds(small, 90, 96, 98, 99, 100), goal="throughput", spec_for=nobody_asks, optimizer="adamw"
+    )
+    assert choice.reason is Reason.NEARLY_FASTEST
+    assert (choice.index, choice.slower) == (1, pytest.approx(0.04))
+    assert choice.fastest is not None
+    assert choice.fastest.plan.strategy == "fsdp"
+    assert choice.simpler is not None
+    assert choice.simpler.speed == pytest.approx(0.9)
 
 
 def test_what_does_not_fit_is_not_taken_however_fast() -> None:
@@ -79,15 +109,12 @@ def test_a_runner_up_that_is_too_large_comes_with_the_plan_that_fits() -> None:
 
 @pytest.mark.parametrize(
     ("speeds", "condition"),
-    [((100, 100, 100, 100, 103), Condition.PREFERENCE), ((100, 50, 50, 50, 50), Condition.NONE)],
+    [((100, 70, 70, 70, 99), Condition.LINKS), ((100, 50, 50, 50, 50), Condition.NONE)],
 )
 def test_a_runner_up_that_fits_is_the_fastest_that_lost(
     small: list[Candidate], speeds: tuple[float, ...], condition: Condition
 ) -> None:
-    def spec(plan: Plan) -> object:
-        raise AssertionError("nobody asks")
-
-    choice = recommend(with_speeds(small, *speeds), goal="throughput", spec_for=spec, optimizer="adamw")  # type: ignore[arg-type]
+    choice = recommend(with_speeds(small, *speeds), goal="throughput", spec_for=nobody_asks, optimizer="adamw")
     assert choice.index == 0
     assert choice.runner_up is not None
     assert choice.runner_up.speed == pytest.approx(max(speeds[1:]) / 100)
@@ -110,12 +137,9 @@ def test_without_a_prediction_of_time_the_simplest_that_fits_is_taken(small: lis
 
 
 def test_nothing_that_fits_is_nothing_to_take(small: list[Candidate]) -> None:
-    def spec(plan: Plan) -> object:
-        raise AssertionError("nobody asks")
-
     for fits, reason in (("no", Reason.NOTHING_FITS), ("unknown", Reason.CAPACITY_UNKNOWN)):
         untimed = [replace(one, fits=fits, time=None) for one in small]
-        choice = recommend(untimed, goal="throughput", spec_for=spec, optimizer="adamw")  # type: ignore[arg-type]
+        choice = recommend(untimed, goal="throughput", spec_for=nobody_asks, optimizer="adamw")
         assert choice.index is None
         assert choice.reason is reason
 

@@ -31,6 +31,7 @@ from whole import whole
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.search.candidates import capacity_bytes
+from shardwise.planner.search.way_out import ways_out
 from shardwise.planner.time.step_time import timeline
 from shardwise.report.planner_page.device_tables import hardware_data, offered_devices
 from shardwise.report.planner_page.model_laws import WAYS
@@ -69,6 +70,16 @@ async ({ cases, plannerOf }) => {
       lane[1] = Math.max(lane[1], end);
     }
     found.push(lanes);
+  }
+  return found;
+}
+"""
+WAY_OUT = """
+async ({ cases, plannerOf }) => {
+  const found = [];
+  for (const [settings, model] of cases) {
+    const { change, best, isOffered } = (await plannerOf(model)).wayOut(settings);
+    found.push([change.count, change.recompute, best.device, isOffered]);
   }
   return found;
 }
@@ -202,3 +213,20 @@ def test_frontier_of_the_page_is_that_of_fixed_plans(run: Run) -> None:
         assert (speed is None) == (not own)
         if own:
             assert speed == pytest.approx(max(one.time.samples_per_s for one in own if one.time is not None), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("model", "device", "offered"), [("llama-3.1-70b", "h100-80gb", True), ("llama-3.1-8b", "rtx-4090", False)]
+)
+def test_page_and_command_name_the_same_number_of_devices(run: Run, model: str, device: str, offered: bool) -> None:
+    settings = Settings(model=model, device=device, count=8, recompute="none", seq=8192, batch=None)
+    ((shown, recompute, device_bytes, is_offered),) = run(WAY_OUT, [(settings.as_data(), settings.model)])
+    way = ways_out(
+        lambda plan: settings.spec,
+        plan=settings.plan,
+        strategies=list(STRATEGIES),
+        cluster=settings.cluster,
+        optimizer="adamw",
+    )[-1]
+    assert (way.cluster.num_ranks, way.plan.recompute) == (shown, recompute)
+    assert (way.plan.reduce_dtype, way.memory.device_bytes, is_offered) == ("fp32", device_bytes, offered)

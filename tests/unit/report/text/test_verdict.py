@@ -9,7 +9,7 @@ from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.search.candidates import Candidate, candidates
-from shardwise.planner.search.recommend import Condition, Reason, Recommendation, Rival, RunnerUp, Simpler
+from shardwise.planner.search.recommend import Condition, Reason, Recommendation, RunnerUp, Simpler
 from shardwise.report.text.verdict import name_of, no_fit, reasons, verdict
 from shardwise.sources import Source
 
@@ -38,30 +38,36 @@ def found() -> dict[str, Candidate]:
 
 def test_what_fits_alone_says_what_communication_costs(found: dict[str, Candidate]) -> None:
     chosen = Recommendation(index=0, best=found["ddp"], reason=Reason.ONLY_ONE)
-    assert reasons(chosen) == "the only one that fits; 0.02 of 0.2 s are exposed communication"
+    assert reasons(chosen) == "the only one that fits; 0.02 of 0.2 s are spent waiting for communication"
     hidden = replace(found["ddp"], time=replace(found["ddp"].time, exposed_comm_seconds=0.00123))  # type: ignore[type-var]
     assert reasons(replace(chosen, best=hidden)) == (
         "the only one that fits; communication is hidden behind compute (0.00123 of 0.2 s exposed)"
     )
     alone = replace(found["ddp"], cluster=cluster_of("1xh100-80gb"))
-    assert reasons(replace(chosen, best=alone)).endswith("; one rank does not communicate")
+    assert reasons(replace(chosen, best=alone)).endswith("; one device does not communicate")
 
 
-def test_a_simpler_plan_is_told_how_far_ahead_the_fastest_is(found: dict[str, Candidate]) -> None:
+def test_a_simpler_plan_says_how_much_slower_than_the_fastest_it_is(found: dict[str, Candidate]) -> None:
     chosen = Recommendation(
         index=1,
         best=found["zero1"],
         reason=Reason.NEARLY_FASTEST,
-        fastest=Rival(candidate=found["fsdp"], speed=1.03),
+        slower=0.03,
+        fastest=found["fsdp"],
         simpler=Simpler(candidate=found["ddp"], speed=0.8, is_too_large=False),
-        runner_up=RunnerUp(candidate=found["fsdp"], speed=1.03, condition=Condition.PREFERENCE),
     )
     why = reasons(chosen)
     assert why == (
-        "the simplest within 5% of the fastest (fsdp, 3% ahead); 0.02 of 0.2 s are exposed communication; "
-        "ddp is 20% slower. fsdp is 3% faster; zero1 is simpler"
+        "3% slower than fsdp, the fastest, and simpler (5% or less is within the error); "
+        "0.02 of 0.2 s are spent waiting for communication; ddp is 20% slower"
     )
     assert verdict(chosen, why=why) == f"Recommended: zero1, {why}."
+    assert reasons(replace(chosen, slower=0.004)).startswith("as fast as fsdp and simpler; ")
+
+
+def test_one_device_has_nothing_to_shard(found: dict[str, Candidate]) -> None:
+    chosen = Recommendation(index=0, best=found["ddp"], reason=Reason.NOTHING_TO_SHARD)
+    assert reasons(chosen) == "the simplest: one device has nothing to shard"
 
 
 def test_the_smallest_peak_is_not_called_simpler(found: dict[str, Candidate]) -> None:
@@ -93,9 +99,13 @@ def test_what_is_too_large_says_what_it_needs_and_what_there_is(found: dict[str,
             Plan(micro_batch=3, recompute="full"),
             "fsdp would fit with --recompute full and micro-batch 3",
         ),
-        (Condition.LINKS, None, "fsdp, 10% slower, would win over links that hide its 0.02 s"),
-        (Condition.ROOM, None, "fsdp, 10% slower, would need room for micro-batch 8"),
-        (Condition.NONE, None, "fsdp is 10% slower with the same micro-batch, over any links"),
+        (
+            Condition.LINKS,
+            None,
+            "fsdp is 10% slower; with faster links, which hide its 0.02 s of communication, it would be the fastest",
+        ),
+        (Condition.ROOM, None, "fsdp is 10% slower: its micro-batch is at most 8"),
+        (Condition.NONE, None, "fsdp is 10% slower, and faster links would not change that"),
     ],
 )
 def test_a_runner_up_says_what_would_have_to_change(
@@ -103,7 +113,14 @@ def test_a_runner_up_says_what_would_have_to_change(
 ) -> None:
     runner_up = RunnerUp(candidate=found["fsdp"], speed=0.9, condition=condition, plan=plan)
     chosen = Recommendation(index=0, best=found["ddp"], reason=Reason.FASTEST, runner_up=runner_up)
-    assert reasons(chosen).rpartition("communication. ")[2] == expected
+    assert reasons(chosen).partition("communication. ")[2] == expected
+
+
+@pytest.mark.parametrize("condition", [Condition.PREFERENCE, Condition.LINKS, Condition.ROOM, Condition.NONE])
+def test_nothing_is_called_0_percent_slower(condition: Condition, found: dict[str, Candidate]) -> None:
+    runner_up = RunnerUp(candidate=found["fsdp"], speed=0.998, condition=condition)
+    chosen = Recommendation(index=0, best=found["ddp"], reason=Reason.FASTEST, runner_up=runner_up)
+    assert reasons(chosen).endswith(". fsdp is equally fast; ddp is simpler")
 
 
 def test_a_doubt_comes_first(found: dict[str, Candidate]) -> None:
@@ -139,7 +156,7 @@ ASKED = Plan(precision="fp32", micro_batch=8)
         (
             replace(ASKED, strategy="ddp", accumulate=4, accumulate_reduced=True, reduce_dtype="bf16"),
             "8xh100-80gb",
-            "--accumulate-reduced --reduce-dtype bf16",
+            "--accumulate 4 --accumulate-reduced --reduce-dtype bf16",
         ),
         (replace(ASKED, strategy="ddp"), "32xh100-80gb", "32 devices"),
         (replace(ASKED, strategy="ddp", recompute="full"), "32xh100-80gb", "32 devices and --recompute full"),
@@ -149,18 +166,27 @@ def test_a_way_out_names_the_options_that_ask_for_it(
     plan: Plan, cluster: str, expected: str, found: dict[str, Candidate]
 ) -> None:
     way_out = replace(found["ddp"], plan=plan, cluster=cluster_of(cluster))
-    text = no_fit(way_out, asked=ASKED, strategies=["ddp"], cluster=CLUSTER)
+    text = no_fit([way_out], asked=ASKED, strategies=["ddp"], cluster=CLUSTER)
     assert text == f"nothing fits; fits with {expected}"
 
 
 def test_a_micro_batch_that_nobody_asked_for_is_not_an_option(found: dict[str, Candidate]) -> None:
     way_out = replace(found["ddp"], plan=Plan(strategy="ddp", micro_batch=1, recompute="full"))
-    assert no_fit(way_out, asked=Plan(), strategies=["ddp"], cluster=CLUSTER).endswith("with --recompute full")
+    assert no_fit([way_out], asked=Plan(), strategies=["ddp"], cluster=CLUSTER).endswith("with --recompute full")
+
+
+def test_host_memory_comes_without_a_speed_and_with_the_devices_that_do_without_it(found: dict[str, Candidate]) -> None:
+    in_host = replace(found["ddp"], label="auto", plan=Plan(strategy="zero2", offload_states=True))
+    larger = replace(found["ddp"], plan=Plan(strategy="fsdp"), cluster=cluster_of("16xh100-80gb"))
+    assert no_fit([in_host, larger], asked=Plan(), strategies=EVERY, cluster=CLUSTER) == (
+        "nothing fits; fits with --strategy auto (optimizer states in host memory, at a speed that is not predicted), "
+        "or with 16 devices"
+    )
 
 
 def test_without_a_way_out_it_says_what_was_tried() -> None:
-    tried = "--recompute full, --reduce-dtype bf16, --micro-batch 1 and 1,024 times the devices"
-    assert no_fit(None, asked=Plan(), strategies=EVERY, cluster=CLUSTER) == f"nothing fits; also not with {tried}"
+    tried = "--recompute full, --reduce-dtype bf16, --micro-batch 1, states in host memory and 1,024 times the devices"
+    assert no_fit([], asked=Plan(), strategies=EVERY, cluster=CLUSTER) == f"nothing fits; also not with {tried}"
 
 
 def test_a_mesh_of_two_axes_is_named(found: dict[str, Candidate]) -> None:

@@ -1,0 +1,94 @@
+"""`shardwise rent`: which GPUs to rent for a training, with the plan, the days and the cost of each."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Argument, Exit, Option
+
+from shardwise.cli.plan_options import OPTIMIZERS, check_names, parse_count
+from shardwise.cli.shared_options import AsJson, SampleLength
+from shardwise.cli.terminal import status_line
+from shardwise.errors import InvalidPlan
+
+if TYPE_CHECKING:
+    from shardwise.hardware.prices import Price
+    from shardwise.planner.search.rent import Wish
+    from shardwise.planner.search.training_cost import TrainingCost
+
+
+def rent(
+    model: Annotated[str, Argument(help="A catalogue name, hf:DIR or python:FILE.py:function.")],
+    tokens: Annotated[str, Option(help="Tokens to train on, such as 2B.")],
+    max_price: Annotated[float | None, Option(min=0, help="The most that the training may cost, in dollars.")] = None,
+    max_days: Annotated[float | None, Option(min=0, help="The most days that it may take.")] = None,
+    price: Annotated[
+        list[str] | None,
+        Option(metavar="KIND=PRICE", help="Dollars per GPU-hour of a kind, such as h100-80gb=2.5; may be repeated."),
+    ] = None,
+    seq: SampleLength = None,
+    precision: Annotated[str, Option(help="fp32, bf16, fp16, or native (the dtypes of the model).")] = "bf16",
+    optimizer: Annotated[str, Option(help=f"{', '.join(OPTIMIZERS)}.")] = "adamw",
+    every: Annotated[bool, Option("--all", help="Show every kind and count that fits, not the best few.")] = False,
+    as_json: AsJson = False,
+    save: Annotated[Path | None, Option(help="Write the recommended plan as PLAN.toml.")] = None,
+) -> None:
+    """Rank GPUs to rent for a training, each with its best plan, days and cost."""
+    check_names(optimizer=optimizer)
+    from shardwise.hardware.device import device_of
+    from shardwise.hardware.prices import prices
+    from shardwise.plan import Plan
+    from shardwise.planner.search.rent import LOOKS, Wish, recommended, rentals
+    from shardwise.report.text.rented import rental_data
+    from shardwise.sources import Source
+
+    num_tokens = parse_count(tokens, option="--tokens")
+    assert num_tokens is not None
+    source = Source(model, seq=seq, while_tracing=lambda name: status_line(f"Tracing {name} …"))
+    if not source.spec_for(Plan(precision=precision)).traces:
+        raise InvalidPlan(f"{model}: only its number of parameters is known, so there is no speed and no cost")
+    wish = Wish(
+        plan=Plan(precision=precision),
+        num_tokens=num_tokens,
+        optimizer=optimizer,
+        max_price=max_price,
+        max_days=max_days,
+    )
+    listed = prices(price or ())
+    devices = {device_of(kind): one.per_gpu_hour for kind, one in listed.items()}
+    with status_line(f"Planning {model} on {len(devices)} kinds of GPU …"):
+        found = rentals(source.spec_for, devices=devices, wish=wish, looks=None if every else LOOKS)
+    best = recommended(found, wish=wish)
+    if as_json:
+        rows = [rental_data(one, price=listed[one.candidate.cluster.device.name]) for one in found]
+        print(json.dumps({"model": model, "recommended": None if best is None else 0, "rentals": rows}, indent=2))
+    else:
+        _show(model, found, best=best, wish=wish, listed=listed)
+    if best is None:
+        raise Exit(1)
+    if save is not None:
+        best.candidate.plan.save(save)
+
+
+def _show(
+    model: str, found: "list[TrainingCost]", *, best: "TrainingCost | None", wish: "Wish", listed: "dict[str, Price]"
+) -> None:
+    from rich.console import Console
+
+    from shardwise.report.text.budgets import large_number
+    from shardwise.report.text.rented import remarks, rental_table
+
+    console = Console()
+
+    def say(text: str, **options: Any) -> None:
+        console.print(text, highlight=False, markup=False, **options)
+
+    if found:
+        first = found[0].candidate
+        say(
+            f"{model}, {large_number(wish.num_tokens)} tokens in samples of {first.seq}: {first.plan.precision}, "
+            f"{wish.optimizer}, engine {first.plan.engine}"
+        )
+        console.print(rental_table(found, recommended=best))
+    for line in remarks(found, model=model, recommended=best, wish=wish, listed=listed):
+        say(line, soft_wrap=True)

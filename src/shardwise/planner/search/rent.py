@@ -1,0 +1,137 @@
+"""Which devices to rent for a training: every kind and count with its best plan, days and cost. No torch."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from shardwise.hardware import Cluster, Device
+from shardwise.hardware.cluster import make_cluster
+from shardwise.plan import Plan
+from shardwise.plan.limits import strategies_of
+from shardwise.planner.search.auto import RECOMPUTES
+from shardwise.planner.search.candidates import Candidate, SpecFor, candidates
+from shardwise.planner.search.recommend import PAIR_BAND, best_of
+from shardwise.planner.search.training_cost import TrainingCost, training_cost
+from shardwise.planner.search.way_out import PER_NODE
+
+COUNTS = (1, 2, 4, PER_NODE)
+"""Devices of one rented machine."""
+
+MACHINES = (2, 4, 8)
+"""Machines of PER_NODE devices, which are tried if one is not enough."""
+
+LOOKS = 12
+"""Rentals for which the allocator's model runs: those that are best without it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """A training to rent for. `max_price` in dollars for all of it; None for any."""
+
+    plan: Plan
+    num_tokens: float
+    optimizer: str = "adamw"
+    max_price: float | None = None
+    max_days: float | None = None
+
+    def is_in_time(self, one: TrainingCost) -> bool:
+        return self.max_days is None or most_days(one) <= self.max_days
+
+    def is_met(self, one: TrainingCost) -> bool:
+        return self.is_in_time(one) and (self.max_price is None or most_cost(one) <= self.max_price)
+
+    def rank(self, one: TrainingCost) -> tuple[bool, float]:
+        """Return the place of a rental in the table: by days with a limit of price alone, else by cost."""
+        by_days = self.max_price is not None and self.max_days is None
+        return not self.is_met(one), most_days(one) if by_days else most_cost(one)
+
+
+def most_cost(one: TrainingCost) -> float:
+    """Return the cost at the upper end of its error band: what counts for limits and ranks, as memory does for fits."""
+    assert one.cost is not None
+    return one.cost * (1 + one.candidate.time_band.value)
+
+
+def most_days(one: TrainingCost) -> float:
+    return one.days * (1 + one.candidate.time_band.value)
+
+
+def rentals(
+    spec_for: SpecFor, *, devices: Mapping[Device, float], wish: Wish, looks: int | None = LOOKS
+) -> list[TrainingCost]:
+    """Return the best plan on each rental that fits, the recommended one first and then by `Wish.rank`.
+
+    `devices` have a price per GPU-hour. Several machines are tried only if nothing fits on one, or in time. `looks`:
+    how many rentals are returned, computed with the allocator's model; None for all, which is the exhaustive search.
+    """
+    found: list[TrainingCost] = []
+    for sizes in ([(1, count) for count in COUNTS], [(nodes, PER_NODE) for nodes in MACHINES]):
+        clusters = [cluster for device in devices for cluster in _clusters(device, sizes=sizes)]
+        found += _costs(spec_for, clusters=clusters, devices=devices, wish=wish, looks=looks)
+        if any(map(wish.is_in_time, found)):
+            break
+    first = recommended(found, wish=wish)
+    return sorted(found, key=lambda one: (one is not first, wish.rank(one)))[:looks]
+
+
+def recommended(found: Sequence[TrainingCost], *, wish: Wish) -> TrainingCost | None:
+    """Return the rental that meets the wish at the lowest cost; of those that cost about as much, the soonest done.
+
+    With a limit of price alone, the soonest done; None if nothing meets the wish.
+    """
+    met = [one for one in found if wish.is_met(one)]
+    if not met:
+        return None
+    if wish.max_price is None or wish.max_days is not None:
+        least = min(map(most_cost, met))
+        met = [one for one in met if round(most_cost(one) / least - 1, 2) <= PAIR_BAND]
+    return min(met, key=most_days)
+
+
+def best_on(
+    spec_for: SpecFor, *, plan: Plan, cluster: Cluster, optimizer: str, quick: bool = False
+) -> Candidate | None:
+    """Return the best of all strategies and recompute modes that fit, each at its largest micro-batch."""
+    found = [
+        one
+        for recompute in RECOMPUTES
+        for one in candidates(
+            spec_for,
+            plan=replace(plan, recompute=recompute),
+            strategies=strategies_of(plan.engine),
+            cluster=cluster,
+            optimizer=optimizer,
+            goal="throughput",
+            quick=quick,
+        )
+        if one.fits == "yes" and one.time is not None
+    ]
+    return best_of(found)
+
+
+def _clusters(device: Device, *, sizes: Sequence[tuple[int, int]]) -> Iterator[Cluster]:
+    for nodes, count in sizes:
+        if nodes == 1 or device.nic is not None:
+            yield make_cluster(device, num_nodes=nodes, devices_per_node=count, fabric=None)
+
+
+def _costs(
+    spec_for: SpecFor, *, clusters: Sequence[Cluster], devices: Mapping[Device, float], wish: Wish, looks: int | None
+) -> list[TrainingCost]:
+    """Return the costs on those clusters on which something fits; the best `looks` of them."""
+
+    def costs(among: Sequence[Cluster], *, quick: bool) -> list[TrainingCost]:
+        best = [
+            best_on(spec_for, plan=wish.plan, cluster=cluster, optimizer=wish.optimizer, quick=quick)
+            for cluster in among
+        ]
+        found = (
+            training_cost(one, num_tokens=wish.num_tokens, price_per_gpu_hour=devices[one.cluster.device])
+            for one in best
+            if one is not None
+        )
+        return [one for one in found if one is not None]
+
+    if looks is None:
+        return costs(clusters, quick=False)
+    screened = costs(clusters, quick=True)
+    return costs([one.candidate.cluster for one in sorted(screened, key=wish.rank)[:looks]], quick=False)

@@ -1,0 +1,56 @@
+"""`shardwise rent`, as it is typed."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import shardwise.hardware.prices
+from shardwise.cli.app import main
+from shardwise.plan import Plan
+
+
+@pytest.fixture(autouse=True)
+def one_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short price list, so that a test takes seconds."""
+    table = shardwise.hardware.prices.shipped_table("prices")
+    monkeypatch.setattr(shardwise.hardware.prices, "shipped_table", lambda name: {"h100-80gb": table["h100-80gb"]})
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(["rent", *arguments])
+    return int(caught.value.code or 0)
+
+
+def test_the_recommended_rental_comes_first_with_its_price_and_plan(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run("gpt2-124m", "--tokens", "2B", "--price", "h100-80gb=2.5", "--save", str(tmp_path / "plan.toml")) == 0
+    out = " ".join(capfd.readouterr().out.split())
+    assert "▶ 8xh100-80gb ddp" in out
+    assert "at $2.50 per GPU-hour (--price)." in out
+    assert "shardwise plan gpt2-124m --cluster 8xh100-80gb --strategy ddp --save plan.toml" in out
+    assert Plan.load(tmp_path / "plan.toml").strategy == "ddp"
+
+
+def test_nothing_within_the_limits_says_what_is_nearest_and_exits_with_1(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run("gpt2-124m", "--tokens", "2B", "--max-price", "1", "--json") == 1
+    data = json.loads(capfd.readouterr().out)
+    assert data["recommended"] is None
+    assert {row["cluster"] for row in data["rentals"]} >= {"1xh100-80gb", "8xh100-80gb"}
+    assert data["rentals"][0]["price_date"] == "2026-11-09"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("gpt2-124m", "--tokens", "2B", "--price", "h100-80gb=x"), "must be KIND=DOLLARS per GPU-hour"),
+        (("gpt2-124m", "--tokens", "many"), "--tokens many: must be a number"),
+        (("params:7b", "--tokens", "2B"), "there is no speed and no cost"),
+        (("resnet18", "--tokens", "2B"), "not counted in tokens"),
+    ],
+)
+def test_a_mistake_is_one_line(capfd: pytest.CaptureFixture[str], arguments: tuple[str, ...], expected: str) -> None:
+    assert run(*arguments) == 2
+    assert expected in capfd.readouterr().err
