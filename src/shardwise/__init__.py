@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from shardwise.engines import whole as whole
     from shardwise.errors import ShardwiseError as ShardwiseError
     from shardwise.integrations.lean_causal_loss import lean_loss as lean_loss
-    from shardwise.integrations.pretrained import from_pretrained as from_pretrained
-    from shardwise.integrations.pretrained import save_pretrained as save_pretrained
     from shardwise.plan import Plan as Plan
     from shardwise.plan.mesh import Mesh as Mesh
     from shardwise.plan.placement import STRATEGIES as STRATEGIES
     from shardwise.plan.placement import Placement as Placement
+    from shardwise.pretrained.pretrained import from_pretrained as from_pretrained
+    from shardwise.pretrained.pretrained import save_pretrained as save_pretrained
     from shardwise.recovery.protect import protect as protect
     from shardwise.spec import ModelSpec as ModelSpec
     from shardwise.spec import TensorSpec as TensorSpec

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from shardwise.errors import InvalidModel
 from shardwise.models.catalogue import shape_of
 from shardwise.models.shapes import GPTShape, LlamaShape, TokenShape
+from shardwise.models.transformers_shapes import TRANSFORMERS_SHAPES
 from shardwise.plan import Plan
 from shardwise.planner.memory.peak import computes_in
 from shardwise.planner.ways import traced_ways
@@ -151,6 +152,7 @@ class Source:
                 kernels=self._kernels,
                 ways=ways,
                 adaptation=self._adaptation,
+                of_transformers=self.reference in TRANSFORMERS_SHAPES,
             )
         traced = kept_spec(key)
         if traced is None:

@@ -52,7 +52,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def first_loss_of_the_folder(config: TrainConfig) -> float:
-    from shardwise.transformers_task import cross_entropy_of_logits, task_of_model, with_data
+    from shardwise.tasks.transformers_task import cross_entropy_of_logits, task_of_model, with_data
 
     model = transformers.AutoModelForCausalLM.from_pretrained(config.task.model.removeprefix("hf:"))
     task = with_data(task_of_model(model, seq=16), config.task.dataset, seq=16, vocab_size=260)
@@ -99,7 +99,7 @@ def test_adapters_are_trained_on_a_frozen_base_and_saved_for_peft(folder: Path) 
 @needs_peft
 def test_targets_that_no_module_has_are_refused(folder: Path) -> None:
     from shardwise.errors import InvalidModel
-    from shardwise.integrations.fine_tune import Adapters, checkpoint_task
+    from shardwise.pretrained.fine_tune import Adapters, checkpoint_task
 
     with pytest.raises(InvalidModel, match="task.lora_targets: .*qproj"):
         checkpoint_task(

@@ -16,8 +16,8 @@ from training import line
 
 import shardwise
 from shardwise import Plan, Task
-from shardwise.integrations import tested_versions
 from shardwise.integrations.asked_plan import asked_plan, refuse_capture
+from shardwise.vocabulary import tested_versions
 
 
 def needs(package: str) -> None:

@@ -39,6 +39,8 @@ ROWS: list[set[str]] = [
     {"checkpoint"},
     # Below launch, which frees what a job has left in memory.
     {"recovery"},
+    # Below train, which trains checkpoint folders.
+    {"pretrained"},
     {"launch"},
     # Below train, which rehearses a step before it starts.
     {"profile"},

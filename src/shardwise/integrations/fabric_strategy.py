@@ -17,8 +17,8 @@ from shardwise.engines import accumulate, clip_grad_norm_, clip_grad_value_
 from shardwise.errors import InvalidPlan
 from shardwise.integrations.asked_plan import asked_plan, refuse_capture
 from shardwise.integrations.prepared_models import PreparedModels
-from shardwise.integrations.tested_versions import warn_if_untested
 from shardwise.plan import Plan
+from shardwise.vocabulary.tested_versions import warn_if_untested
 
 
 class _Accumulation(_BackwardSyncControl):  # type: ignore[misc]

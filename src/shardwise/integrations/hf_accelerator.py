@@ -21,8 +21,8 @@ from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.integrations.asked_plan import asked_plan, refuse_capture
 from shardwise.integrations.loss_parameters import announce_loss
 from shardwise.integrations.prepared_models import PreparedModels
-from shardwise.integrations.tested_versions import warn_if_untested
 from shardwise.plan import Plan
+from shardwise.vocabulary.tested_versions import warn_if_untested
 
 # Distributed types of Accelerate that are other engines.
 _OTHER_ENGINES = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")

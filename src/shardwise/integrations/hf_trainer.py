@@ -22,11 +22,11 @@ from shardwise.engines import capture, whole
 from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.integrations.hf_accelerator import ShardwiseAccelerator
 from shardwise.integrations.loss_parameters import hold_loss_parameters, without_loss_parameters
-from shardwise.integrations.tested_versions import warn_if_untested
 from shardwise.integrations.trainer_arguments import checked_plan
 from shardwise.integrations.trainer_auto import solved_plan
 from shardwise.integrations.trainer_recovery import TrainerRecovery
 from shardwise.plan import Plan
+from shardwise.vocabulary.tested_versions import warn_if_untested
 
 # Callbacks between backward and the end of the update. A captured step has no place for them.
 _INSIDE_A_STEP = ("on_pre_optimizer_step", "on_optimizer_step")

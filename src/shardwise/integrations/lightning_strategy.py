@@ -21,8 +21,8 @@ from shardwise.errors import InvalidPlan
 from shardwise.integrations.asked_plan import asked_plan, refuse_capture
 from shardwise.integrations.lightning_parameters import refuse_averages, show_parameters, use_own_methods
 from shardwise.integrations.prepared_models import PreparedModels
-from shardwise.integrations.tested_versions import warn_if_untested
 from shardwise.plan import Plan
+from shardwise.vocabulary.tested_versions import warn_if_untested
 
 
 class ShardwisePrecision(Precision):  # type: ignore[misc]

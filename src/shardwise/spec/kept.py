@@ -16,7 +16,6 @@ from pathlib import Path
 from shardwise.errors import InvalidData
 from shardwise.files.cache_folder import cached_text, keep_text
 from shardwise.files.hub_cache import config_folder
-from shardwise.models.transformers_shapes import TRANSFORMERS_SHAPES
 from shardwise.spec.adaptation import Adaptation
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.store import decode_text, encode_text
@@ -40,15 +39,18 @@ def spec_key(
     kernels: str,
     ways: Collection[tuple[str, str]],
     adaptation: Adaptation | None = None,
+    of_transformers: bool = False,
 ) -> str | None:
-    """Return the cache key of a MODEL's spec; None if its dependencies are unknown."""
+    """Return the cache key of a MODEL's spec; None if its dependencies are unknown.
+
+    `of_transformers`: a catalogue model that the transformers library implements.
+    """
     kind, colon, name = reference.partition(":")
     if colon and kind not in _LIBRARIES:
         return None
     config = _text(Path(config_folder(name), "config.json")) if kind == "hf" and colon else ""
     if config is None:
         return None
-    of_transformers = not colon and reference in TRANSFORMERS_SHAPES
     libraries = _LIBRARIES["hf" if of_transformers else kind] if colon or of_transformers else ()
     packages = ("shardwise", "torch", *libraries)
     asked = [reference, seq, image, kernels, sorted(ways), config, repr(adaptation)]

@@ -135,7 +135,7 @@ def _load_task(config: TrainConfig) -> Task:
 
 
 def _checkpoint_task(config: TrainConfig) -> Task:
-    from shardwise.integrations.fine_tune import Adapters, checkpoint_task
+    from shardwise.pretrained.fine_tune import Adapters, checkpoint_task
 
     section = config.task
     adapters = None

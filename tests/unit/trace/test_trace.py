@@ -327,7 +327,7 @@ def test_laws_in_the_length_hold_for_other_lengths() -> None:
 def test_products_of_experts_are_counted_by_the_tokens_that_each_gets() -> None:
     transformers = pytest.importorskip("transformers")
     from shardwise.models.transformers_model import model_of_config
-    from shardwise.transformers_task import task_of_model
+    from shardwise.tasks.transformers_task import task_of_model
 
     config = transformers.AutoConfig.for_model(
         "qwen3_moe", hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=1,

@@ -27,9 +27,9 @@ from shardwise.engine.protocol import OwnedModel, require_engine
 from shardwise.engines import prepare
 from shardwise.errors import InvalidData, InvalidModel, ShardwiseError
 from shardwise.files.atomic import atomic_write
-from shardwise.integrations.tested_versions import warn_if_untested
 from shardwise.plan import Plan, as_plan
 from shardwise.plan.limits import LIMITS
+from shardwise.vocabulary.tested_versions import warn_if_untested
 
 # The default size of Hugging Face's files.
 _MOST_FILE_BYTES = 50 * 10**9

@@ -14,7 +14,7 @@ from shardwise.files.hub_cache import config_folder
 from shardwise.models.make import build_model
 from shardwise.models.shapes import TransformersShape
 from shardwise.models.transformers_model import config_of_folder, model_of_config
-from shardwise.tasks import Sums, Task
+from shardwise.tasks.task import Sums, Task
 
 _DEFAULT_SEQ = 2048
 

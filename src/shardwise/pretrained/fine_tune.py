@@ -20,16 +20,16 @@ from shardwise.engine.prepared.weight_stream import full_parameters
 from shardwise.errors import InvalidData, InvalidModel
 from shardwise.files.atomic import atomic_write
 from shardwise.files.hub_cache import config_folder
-from shardwise.integrations.pretrained import (
+from shardwise.models.transformers_model import class_of_config, config_of_folder, imported
+from shardwise.pretrained.pretrained import (
     SafetensorsFolder,
     empty_model,
     save_pretrained,
     stored_names,
     warn_of_differences,
 )
-from shardwise.models.transformers_model import class_of_config, config_of_folder, imported
 from shardwise.tasks import Task
-from shardwise.transformers_task import default_seq, task_of_model, with_data
+from shardwise.tasks.transformers_task import default_seq, task_of_model, with_data
 
 _PREFIX = "base_model.model."
 _TOKENIZER = "tokenizer.json"
