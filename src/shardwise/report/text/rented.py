@@ -17,7 +17,7 @@ _HEADS = ("", "rent", "plan", "batch", "GiB", "fits", "tokens/s", "days", "cost 
 
 
 def rental_table(found: Sequence[TrainingCost], *, recommended: TrainingCost | None) -> Table:
-    table = plain_table(_HEADS, right=("batch", "GiB", "tokens/s", "days", "cost $", "±"), gap=1)
+    table = plain_table(_HEADS, right=("batch", "GiB", "tokens/s", "days", "cost $", "±"), wraps=("plan",), gap=1)
     for one in found:
         candidate = one.candidate
         table.add_row(
