@@ -18,7 +18,7 @@ from shardwise.cli.plan_options import (
     source_of,
     system_settings,
 )
-from shardwise.cli.shared_options import AsJson, ImageSize, SampleLength
+from shardwise.cli.shared_options import AsJson, ImageSize, LoraRank, LoraTargets, Quantize, SampleLength
 from shardwise.errors import InvalidPlan
 from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.systems import SYSTEMS
@@ -61,11 +61,9 @@ def plan(
     budget: Annotated[
         str | None, Option(help=f"Memory to use per device, such as {SIZE_EXAMPLE} (default: all).")
     ] = None,
-    lora: Annotated[int | None, Option(min=1, help="Rank of LoRA adapters, which alone are trained.")] = None,
-    lora_targets: Annotated[
-        str | None, Option(help="Linear layers with adapters, such as q_proj,v_proj (default: all of the blocks).")
-    ] = None,
-    quantize: Annotated[str | None, Option(help="With --lora: the frozen base in nf4 (QLoRA).")] = None,
+    lora: LoraRank = None,
+    lora_targets: LoraTargets = None,
+    quantize: Quantize = None,
     optimizer: Annotated[str, Option(help=f"{', '.join(OPTIMIZERS)}.")] = "adamw",
     goal: Annotated[str, Option(help="What to prefer: throughput, or a small memory peak (memory).")] = "throughput",
     engine: Annotated[str | None, Option(help="shardwise (default), or torch's own DDP and fully_shard.")] = None,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Exit, Option
 
 from shardwise.cli.plan_options import OPTIMIZERS, check_names, parse_count
-from shardwise.cli.shared_options import AsJson, SampleLength
+from shardwise.cli.shared_options import AsJson, LoraRank, LoraTargets, Quantize, SampleLength
 from shardwise.cli.terminal import status_line
 from shardwise.errors import InvalidPlan
 
@@ -28,6 +28,9 @@ def rent(
     ] = None,
     seq: SampleLength = None,
     precision: Annotated[str, Option(help="fp32, bf16, fp16, or native (the dtypes of the model).")] = "bf16",
+    lora: LoraRank = None,
+    lora_targets: LoraTargets = None,
+    quantize: Quantize = None,
     optimizer: Annotated[str, Option(help=f"{', '.join(OPTIMIZERS)}.")] = "adamw",
     every: Annotated[bool, Option("--all", help="Show every kind and count that fits, not the best few.")] = False,
     as_json: AsJson = False,
@@ -41,10 +44,12 @@ def rent(
     from shardwise.planner.search.rent import LOOKS, Wish, recommended, rentals
     from shardwise.report.text.rented import rental_data
     from shardwise.sources import Source
+    from shardwise.spec.adaptation import adaptation_of
 
     num_tokens = parse_count(tokens, option="--tokens")
     assert num_tokens is not None
-    source = Source(model, seq=seq, while_tracing=lambda name: status_line(f"Tracing {name} …"))
+    adaptation = adaptation_of(lora, targets=lora_targets, quantize=quantize)
+    source = Source(model, seq=seq, adaptation=adaptation, while_tracing=lambda name: status_line(f"Tracing {name} …"))
     if not source.spec_for(Plan(precision=precision)).traces:
         raise InvalidPlan(f"{model}: only its number of parameters is known, so there is no speed and no cost")
     wish = Wish(
@@ -63,7 +68,9 @@ def rent(
         rows = [rental_data(one, price=listed[one.candidate.cluster.device.name]) for one in found]
         print(json.dumps({"model": model, "recommended": None if best is None else 0, "rentals": rows}, indent=2))
     else:
-        _show(model, found, best=best, wish=wish, listed=listed)
+        given = {"--lora": lora, "--lora-targets": lora_targets, "--quantize": quantize}
+        words = [model, *(f"{option} {value}" for option, value in given.items() if value is not None)]
+        _show(" ".join(words), found, best=best, wish=wish, listed=listed)
     if best is None:
         raise Exit(1)
     if save is not None:

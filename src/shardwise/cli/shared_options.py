@@ -10,6 +10,12 @@ AsJson = Annotated[bool, Option("--json", help="Print JSON and nothing else.")]
 DeviceKind = Annotated[str | None, Option("--device", help="cuda or cpu (default: cuda if there is a GPU).")]
 Engine = Annotated[str, Option("--engine", help="shardwise, or torch's own DDP and fully_shard.")]
 ImageSize = Annotated[int | None, Option("--image", help="Width and height of an image in pixels.")]
+LoraRank = Annotated[int | None, Option("--lora", min=1, help="Rank of LoRA adapters, which alone are trained.")]
+LoraTargets = Annotated[
+    str | None,
+    Option("--lora-targets", help="Linear layers with adapters, such as q_proj,v_proj (default: all of the blocks)."),
+]
+Quantize = Annotated[str | None, Option("--quantize", help="With --lora: the frozen base in nf4 (QLoRA).")]
 SampleLength = Annotated[int | None, Option("--seq", help="Tokens per sample.")]
 Settings = Annotated[
     list[str] | None, Option("--set", metavar="section.key=value", help="Override one key of CONFIG; may be repeated.")

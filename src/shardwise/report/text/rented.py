@@ -101,4 +101,7 @@ def _plan_text(candidate: Candidate) -> str:
 
 
 def _days_text(days: float) -> str:
-    return f"{significant(days, num_digits=2)} days" if days >= 1 else f"{significant(days * 24, num_digits=2)} hours"
+    for factor, unit in ((1, "days"), (24, "hours"), (24 * 60, "minutes")):
+        if days * factor >= 1:
+            break
+    return f"{significant(days * factor, num_digits=2)} {unit}"
