@@ -101,7 +101,6 @@ def _plan_text(candidate: Candidate) -> str:
 
 
 def _days_text(days: float) -> str:
-    for factor, unit in ((1, "days"), (24, "hours"), (24 * 60, "minutes")):
-        if days * factor >= 1:
-            break
-    return f"{significant(days * factor, num_digits=2)} {unit}"
+    units = {"days": days, "hours": 24 * days, "minutes": 24 * 60 * days}
+    unit = next((unit for unit, number in units.items() if number >= 1), "minutes")
+    return f"{significant(units[unit], num_digits=2)} {unit}"
