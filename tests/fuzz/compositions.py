@@ -46,6 +46,7 @@ NOT_CALLED = {
     "DistributedSampler": "needs no model",
     "tape": "a view of what ran",
     "capture": "called by shardwise.step",
+    "protect": "restarts ranks: tests/dist/test_recovery.py",
 }
 _MOST_EVENTS = 6
 # The share of cases whose units run as graphs, and the steps after which these are replayed.

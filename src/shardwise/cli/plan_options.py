@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.cli.terminal import status_line
 from shardwise.errors import InvalidPlan, UnknownName
+from shardwise.plan.limits import LIMITS, EngineLimits
 from shardwise.plan.mesh import Mesh
 from shardwise.planner.systems import System, system_of
 from shardwise.spec.adaptation import Adaptation
@@ -154,6 +155,7 @@ def system_settings(
     system = replace(system, overlap=overlap or system.overlap)
     engine = engine or system.engine
     as_computed = system.reduces_as_computed and precision in ("bf16", "fp16")
+    limits = _limits_of(engine)
     if loss is not None and loss not in LOSSES:
         raise UnknownName.of("loss", loss, known=LOSSES)
     return SystemSettings(
@@ -162,8 +164,13 @@ def system_settings(
         strategy=strategy or ",".join(system.strategies) or "all",
         reduce_dtype=reduce_dtype or (precision if as_computed else "fp32"),
         accumulate_reduced=system.accumulate_reduced if accumulate_reduced is None else accumulate_reduced,
-        loss=loss or (USUAL if system.name or engine == "torch" else LEAN),
+        loss=loss or (LEAN if limits.has_lean_loss and not system.name else USUAL),
     )
+
+
+def _limits_of(engine: str) -> EngineLimits:
+    """Return what an engine cannot do; nothing of one that does not exist, which the plan refuses."""
+    return LIMITS.get(engine, EngineLimits(name=engine))
 
 
 def source_of(
@@ -176,7 +183,7 @@ def source_of(
     adaptation: Adaptation | None = None,
 ) -> "Source":
     """Return the model with the chosen loss; `loss`: as it was given, which only models of the catalogue have."""
-    if adaptation is not None and chosen.engine == "torch":
+    if adaptation is not None and not _limits_of(chosen.engine).has_adapters:
         raise InvalidPlan("--lora: is planned for Shardwise's own engine alone; leave out --engine torch and --like")
     from shardwise.sources import Source
 

@@ -96,7 +96,7 @@ def _remarks(shown: PlanAnswer) -> Iterator[str]:
         yield f"Note: {hardly_cut}."
     totals = (best_or_first.memory.allocated_bytes, best_or_first.memory.reserved_bytes)
     tensors, reserved = (fixed_text(total, unit=GIB) for total in totals)
-    yield f"GiB is the peak on the device; of {best_or_first.name} {tensors} are allocated, {reserved} reserved."
+    yield f"{GIB.name} is the peak on the device; of {best_or_first.name} {tensors} are allocated, {reserved} reserved."
     fits = f"fits means peak + {first.memory_band:.0%} ≤ capacity; " if first.capacity_bytes else ""
     unknown = why_not_timed(
         shown.question.source.spec_for(best_or_first.plan), plan=best_or_first.plan, cluster=best_or_first.cluster

@@ -93,6 +93,8 @@ class EngineLimits:
     combinations      limits that depend on several settings, or on the placements of several units
     calls             functions of the package, and arguments of functions, that it does not have
     untold            categories of memory whose buffers the engine does not report
+    has_lean_loss     the planner takes models of the catalogue with the lean loss (models/lean_loss.py)
+    has_adapters      the planner knows adapters on a frozen base
     """
 
     name: str
@@ -102,6 +104,8 @@ class EngineLimits:
     combinations: Callable[[PlanSettings, Placements], Refusal | None] = lambda plan, placements: None
     calls: tuple[CallLimit, ...] = ()
     untold: frozenset[str] = frozenset()
+    has_lean_loss: bool = True
+    has_adapters: bool = True
 
     def why_not(self, plan: PlanSettings, *, placements: Placements | None = None) -> Refusal | None:
         """Return why it cannot run a plan; None if it can.
@@ -130,6 +134,10 @@ class EngineLimits:
     def has(self, setting: str) -> bool:
         """Return whether a plan may change this setting under this engine."""
         return all(one.key != setting for one in self.settings)
+
+    def runs(self, setting: str) -> bool:
+        """Return whether it does itself what this setting says, instead of leaving it to the model or the loop."""
+        return all(one.key != setting for one in (*self.settings, *self.run_settings))
 
     def why_not_call(
         self,
@@ -290,6 +298,8 @@ LIMITS: Mapping[str, EngineLimits] = MappingProxyType(
             combinations=_torch_combinations,
             calls=_TORCH_CALLS,
             untold=frozenset({GATHERED, REDUCE}),
+            has_lean_loss=False,
+            has_adapters=False,
         ),
     }
 )

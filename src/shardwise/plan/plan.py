@@ -170,7 +170,7 @@ class Plan:
         """
         if self.compiler == "none" or unit_name == "(root)":
             return False
-        return self.engine == "torch" or self.recompute_of(unit_name) != "selective"
+        return not LIMITS[self.engine].runs("recompute") or self.recompute_of(unit_name) != "selective"
 
     @property
     def captures(self) -> bool:

@@ -19,6 +19,7 @@ OVERLAPS = ("all", "gradients", "none")
 class System:
     """How a system trains.
 
+    is_foreign          it runs on an engine that is neither ours nor torch's
     strategies          those that it has; the first is the one that `--like` predicts by default
     reduces_as_computed gradients are summed in the dtype of the computation, instead of fp32
     accumulate_reduced  every pass reduces its gradients
@@ -29,6 +30,7 @@ class System:
 
     name: str = ""
     title: str = ""
+    is_foreign: bool = False
     source: str = ""
     engine: str = "shardwise"
     strategies: tuple[str, ...] = ()
@@ -46,11 +48,6 @@ class System:
     def __hash__(self) -> int:
         return hash((self.name, self.overlap))
 
-    @property
-    def is_foreign(self) -> bool:
-        """Whether it runs on an engine that is neither ours nor torch's."""
-        return bool(self.name) and self.engine != "torch"
-
 
 OWN = System()
 """Our engine, or torch's."""
@@ -63,6 +60,7 @@ _BUCKET, _PREFETCH = 2 * 500_000_000, 2 * 50_000_000
 # reduce or gather each tensor by itself, and wait. Its ZeRO-1 and plain data parallelism take as long as ours.
 _DEEPSPEED = {
     "title": "DeepSpeed",
+    "is_foreign": True,
     "source": "DeepSpeed's configuration: reduces in the dtype of the computation, stages 2 and 3 in every pass; "
     "stages 1 and 2 gather parameters after the update, without overlap",
     "reduces_as_computed": True,
@@ -89,6 +87,7 @@ _SYSTEMS = (
     System(
         name="megatron-ddp",
         title="Megatron-Core DDP",
+        is_foreign=True,
         source="Megatron-Core, DistributedDataParallelConfig: overlap_grad_reduce and overlap_param_gather are off; "
         "with bf16 gradients are accumulated and reduced in fp32, once per step; zero1 is use_distributed_optimizer",
         strategies=("ddp", "zero1"),
@@ -106,6 +105,7 @@ _SYSTEMS = (
     System(
         name="yafsdp",
         title="YaFSDP",
+        is_foreign=True,
         source="YaFSDP: gathers in param_dtype, reduces in fp32 unless bit16_reduce_scatter; flat buffers without "
         "copies out of them",
         strategies=("fsdp", "shard_grad_op"),

@@ -13,11 +13,11 @@ from shardwise.report.text.plain_table import plain_table
 from shardwise.report.text.verdict import name_of
 from shardwise.vocabulary.quantities import GIB, digits, fixed, significant
 
-_HEADS = ("", "rent", "plan", "batch", "GiB", "fits", "tokens/s", "days", "cost $", "±")
+_HEADS = ("", "rent", "plan", "batch", GIB.name, "fits", "tokens/s", "days", "cost $", "±")
 
 
 def rental_table(found: Sequence[TrainingCost], *, recommended: TrainingCost | None) -> Table:
-    table = plain_table(_HEADS, right=("batch", "GiB", "tokens/s", "days", "cost $", "±"), wraps=("plan",), gap=1)
+    table = plain_table(_HEADS, right=("batch", GIB.name, "tokens/s", "days", "cost $", "±"), wraps=("plan",), gap=1)
     for one in found:
         candidate = one.candidate
         table.add_row(
