@@ -127,11 +127,11 @@ class SimulatedGraphs:
         self._places.add(place)
         return place
 
-    def offset(self) -> Any:
+    def random_state(self) -> Any:
         return torch.get_rng_state().numpy().tobytes()
 
-    def set_offset(self, offset: Any) -> None:
-        torch.set_rng_state(torch.frombuffer(bytearray(offset), dtype=torch.uint8))
+    def set_random_state(self, state: Any) -> None:
+        torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
     def host_generators(self) -> Any:
         return ()

@@ -21,6 +21,7 @@ def main() -> None:
     dist.init_process_group("nccl", store=store, rank=RANK, world_size=NUM_RANKS, device_id=torch.device("cuda", 0))
     cases = [(loop, {"strategy": strategy}) for loop in sorted(LOOPS) for strategy in STRATEGIES]
     cases += [("plain", plan) for plan in (*PLANS.values(), {"strategy": "fsdp", "compile": "inductor"})]
+    cases += [("two_forwards", PLANS["recompute"])]
     found = {}
     for loop, options in cases:
         model_options = {"dropout": 0.0 if options.get("recompute") == "selective" else 0.1}

@@ -37,10 +37,10 @@ class GraphDevice(Protocol):
     def place(self, tensor: Tensor) -> StaticPlace:
         """Return the place of a tensor that was made in a recording."""
 
-    def offset(self) -> int:
-        """Return how many random numbers were drawn on the device."""
+    def random_state(self) -> Any:
+        """Return the state of the device's random generator, as a value that can be compared."""
 
-    def set_offset(self, offset: int) -> None: ...
+    def set_random_state(self, state: Any) -> None: ...
 
     def host_generators(self) -> Any:
         """Return the states of random generators from which a replay draws nothing."""
@@ -76,9 +76,15 @@ class CudaGraphs:
         self.settle = self._device.settle
         self.free_share = self._device.free_share
         self.lacks_memory = self._device.lacks_memory
-        self.offset = self._device.random_offset
 
-    def set_offset(self, offset: int) -> None:
+    def random_state(self) -> tuple[int, int]:
+        """Return the generator's seed, which may be set between a forward and its backward, and its offset."""
+        return self._generator.initial_seed(), self._generator.get_offset()
+
+    def set_random_state(self, state: tuple[int, int]) -> None:
+        seed, offset = state
+        if self._generator.initial_seed() != seed:
+            self._generator.manual_seed(seed)
         self._generator.set_offset(offset)
 
     def begin_recordings(self) -> None:

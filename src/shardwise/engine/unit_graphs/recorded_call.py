@@ -89,7 +89,7 @@ class RecordedCall:
             by_tensor = {id(tensor): entry for tensor, entry in zip(tensors, entries, strict=True)}
             inputs, options = mapped(call, Tensor, lambda tensor: by_tensor[id(tensor)])
             buffers = self.watched.recomputed.copy_buffers() if self.trains and self.watched.writes_buffers else []
-            with self.watched.with_params(aliases), _without_autocast_cache():
+            with self.watched.with_params(aliases), _without_autocast_cache(self.watched.device.type):
                 return owners, buffers, self.watched.forward(*inputs, **options)
 
         self.forward, (owners, buffers, outputs) = self.device.record(compute)
@@ -209,10 +209,13 @@ def _autocast(device_type: str) -> dict[str, Any]:
 
 
 @contextmanager
-def _without_autocast_cache() -> Iterator[None]:
-    """Cast weights inside the graph each time: a cached copy would be in memory that other graphs write."""
+def _without_autocast_cache(device_type: str) -> Iterator[None]:
+    """Cast weights inside the graph each time: a cached copy would be in memory that other graphs write.
+
+    Outside of autocast nothing is changed: code that was compiled with the cache enabled would be compiled again.
+    """
     enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
+    torch.set_autocast_cache_enabled(enabled and not torch.is_autocast_enabled(device_type))
     try:
         yield
     finally:

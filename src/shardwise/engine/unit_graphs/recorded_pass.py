@@ -133,13 +133,13 @@ class RecordedPass:
             return NOT_REPLAYED
         self._next = call.number + 1
         self._replayed.append(call)
-        offset = self.device.offset()
+        random_state = self.device.random_state()
         call.forward.replay()
-        call.draws = call.draws or self.device.offset() != offset
+        call.draws = call.draws or self.device.random_state() != random_state
         for place in call.outputs:
             place.filled(pass_number=self._pass_number)
         if call.trains and any(call.differentiable):
-            replayed = ReplayedCall(call, self, given=tensors, offset=offset)
+            replayed = ReplayedCall(call, self, given=tensors, random_state=random_state)
             self._open[call.number] = weakref.ref(replayed)
             outputs: Sequence[Tensor] = replayed.apply()
         else:

@@ -32,14 +32,16 @@ class BackwardReplays(Protocol):
 class ReplayedCall:
     """A call whose forward was replayed, until its backward is over or autograd has dropped it."""
 
-    def __init__(self, call: RecordedCall, passes: BackwardReplays, *, given: Sequence[Tensor], offset: int) -> None:
+    def __init__(
+        self, call: RecordedCall, passes: BackwardReplays, *, given: Sequence[Tensor], random_state: Any
+    ) -> None:
         self.call = call
         self.is_over = False
         self._passes = passes
         # The given tensors that have a gradient, for gradients of gradients.
         self._given = [tensor if tensor.requires_grad else None for tensor in given]
         self._versions = call.watched.versions()
-        self._offset = offset
+        self._random_state = random_state
 
     def apply(self) -> tuple[Tensor, ...]:
         """Return the call's outputs, as results of a node of autograd."""
@@ -80,12 +82,12 @@ class ReplayedCall:
             yield
             return
         device = self.call.device
-        offset = device.offset()
-        device.set_offset(self._offset)
+        random_state = device.random_state()
+        device.set_random_state(self._random_state)
         try:
             yield
         finally:
-            device.set_offset(offset)
+            device.set_random_state(random_state)
 
     def _recomputed(self, grads: Grads) -> Sequence[Tensor | None]:
         """Compute the forward again and go back through it."""

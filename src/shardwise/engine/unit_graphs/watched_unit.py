@@ -140,7 +140,7 @@ class WatchedUnit:
         self._observed.add((torch.is_grad_enabled(), self.module.training))
         self.find_state()
         values, drawn = self._state.values(), graphs.host_generators()
-        issued, offset = _num_collectives(), graphs.offset()
+        issued, random_state = _num_collectives(), graphs.random_state()
         own, given = self._state.tensors(), [tensor._version for tensor in tensors]
         before = versions(own)
         with graphs.waits() as waited, noting_reads(self.device.type) as noted:
@@ -159,7 +159,7 @@ class WatchedUnit:
             f"{changed} changes in Python in each call" if changed else "",
             f"it writes into {on_host[0]}, which is in host memory" if on_host else "",
             "a selective recomputation does not draw all random numbers again"
-            if self._recompute == "selective" and graphs.offset() != offset
+            if self._recompute == "selective" and graphs.random_state() != random_state
             else "",
             "it communicates" if _num_collectives() != issued else "",
             "it writes into its inputs" if [tensor._version for tensor in tensors] != given else "",
