@@ -146,6 +146,20 @@ def dropped(model: Any, optimizer: Any, *, rank: int, said: list[Any]) -> None:
     said += [tensor.detach() for tensor in model.kept]
 
 
+def kept_gradients(model: Any, optimizer: Any, *, rank: int, said: list[Any]) -> None:
+    """Gradients that are still there when a later forward begins, after steps in which they were not."""
+    for step in range(22):
+        loss = loss_of(model, batch(step, rank=rank))
+        loss.backward()
+        said.append(loss.detach())
+        if step == 18:
+            with torch.no_grad():
+                said.append(model(batch(step, rank=rank).to(model.here.device)))
+        if step not in (9, 10):
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 LOOPS: dict[str, Callable[..., None]] = {
-    loop.__name__: loop for loop in (plain, lengths, accumulated, two_forwards, kept_graph, dropped)
+    loop.__name__: loop for loop in (plain, lengths, accumulated, two_forwards, kept_graph, kept_gradients, dropped)
 }

@@ -99,6 +99,7 @@ class SimulatedGraphs:
         self._places: weakref.WeakSet[StaticPlace] = weakref.WeakSet()
         # Keeps all memory: a dangling address would end the process instead of failing a test.
         self._storages: list[Any] = []
+        self._graphs: weakref.WeakSet[SimulatedGraph] = weakref.WeakSet()
 
     def record(self, compute: Callable[[], Any]) -> tuple[SimulatedGraph, Any]:
         # A gradient may be the one that backward was given, in the same memory.
@@ -114,7 +115,15 @@ class SimulatedGraphs:
             torch.set_rng_state(state)
         recorder.restore()
         self.num_recorded += 1
-        return SimulatedGraph(recorder.operations, free), result
+        graph = SimulatedGraph(recorder.operations, free)
+        self._graphs.add(graph)
+        return graph, result
+
+    def allocate(self, num_elements: int, *, dtype: torch.dtype) -> Tensor:
+        tensor = torch.empty(num_elements, dtype=dtype)
+        for graph in self._graphs:
+            graph.poisoned.append(tensor.detach())
+        return tensor
 
     def place(self, tensor: Tensor) -> StaticPlace:
         storage = tensor.untyped_storage()

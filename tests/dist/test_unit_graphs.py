@@ -65,6 +65,34 @@ def test_a_loop_with_unit_graphs_has_the_bits_of_the_same_loop_without(loop: str
         assert num_replayed > num_calls / 5, (num_calls, num_replayed)
 
 
+def gradients_in_graph_memory(rank: int, strategy: str) -> list[bool]:
+    """Return whether gradients lie in the memory of graphs, step by step."""
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    shardwise.prepare(model, optimizer, Plan(strategy=strategy))
+    found = []
+    for step in range(12):
+        model(batch(step, rank=rank)).square().mean().backward()
+        found.append(engine_of(model).graphs.arenas.all[0].holds_gradients)
+        # The last steps begin with the gradients of earlier ones.
+        if step < 8:
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+def in_graph_memory(rank: int, strategy: str) -> list[bool]:
+    with simulated(moved=0.0):
+        return gradients_in_graph_memory(rank, strategy)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_gradients_lie_in_the_memory_of_graphs_until_they_outlive_a_pass(strategy: str) -> None:
+    for found in run_ranks(in_graph_memory, num_ranks=2, args=(strategy,)):
+        # The program is learned; three ordinary steps, an observed one, the recorded one, replays; an accumulation.
+        assert found == [False] * 5 + [True] * 4 + [False] * 3
+
+
 PLANS: dict[str, dict[str, Any]] = {
     "recompute": {"strategy": "fsdp", "recompute": "full"},
     "selective": {"strategy": "zero2", "recompute": "selective"},

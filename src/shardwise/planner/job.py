@@ -81,7 +81,13 @@ class Job:
 
     def _ledger(self, rows: Iterable[MemoryRow]) -> Ledger:
         leaves_at_once, graphs = self.engine.grads_leave_at_once, self.plan.capture == "units"
-        ledger = Ledger(seq=self.spec.seq, grads_leave_at_once=leaves_at_once, has_unit_graphs=graphs)
+        ledger = Ledger(
+            seq=self.spec.seq,
+            grads_leave_at_once=leaves_at_once,
+            has_unit_graphs=graphs,
+            # Otherwise they outlive a pass, whose graphs would overwrite them.
+            gradients_in_graphs=graphs and self.plan.accumulate == 1,
+        )
         ledger.write(rows)
         return ledger
 

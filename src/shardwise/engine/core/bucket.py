@@ -30,6 +30,7 @@ class ReduceBucket:
         self.units = units
         self.groups, self.collectives = setting.groups, setting.collectives
         self.tape, self.passes = setting.tape, setting.passes
+        self._memory = setting.gradient_memory
         self.sharded = units[0].placement.grads is SHARDED
         # Whether slices are summed over a second axis of the mesh too.
         self.crosses = self.sharded and self.groups.replicate.size > 1
@@ -48,8 +49,12 @@ class ReduceBucket:
                 if segment.dtype == dtype:
                     segment.add(flat)
                     return segment
-        self.segments.append(Segment(flat, dtype=dtype, is_freed=self.sharded, group=self.groups.reduce))
-        return self.segments[-1]
+        name = f"{self.name} {len(self.segments)}"
+        segment = Segment(
+            flat, name=name, dtype=dtype, is_freed=self.sharded, group=self.groups.reduce, memory=self._memory
+        )
+        self.segments.append(segment)
+        return segment
 
     def take_grads(self, unit: Unit) -> None:
         """Move a unit's gradients into the buffer; a parameter without one counts as zero."""
@@ -158,10 +163,8 @@ class ReduceBucket:
             return
         for segment in self.segments:
             segment.wait()
-            (flat,) = segment.flats
             assert segment.buffer is not None
-            flat.add_grads(segment.buffer.to(flat.master_dtype).mul_(self.scale))
-            segment.release()
+            self._deliver_average(segment, segment.buffer)
         self.tape.record(Kind.WAIT_SLICE, self.name, self._slice_bytes)
 
     def _forget_sums(self) -> None:
@@ -185,12 +188,18 @@ class ReduceBucket:
                 segment.release()
 
     def _deliver_slice(self, segment: Segment) -> None:
+        assert segment.own is not None
+        self._deliver_average(segment, segment.own)
+
+    def _deliver_average(self, segment: Segment, sums: Tensor) -> None:
+        """Give a flat the average of its slice: a copy, so that the buffer can be freed."""
         (flat,) = segment.flats
-        mine = segment.own
-        assert mine is not None
-        # A copy in any case, so that the buffer can go.
-        same = flat.master_dtype == segment.dtype
-        flat.add_grads(mine * self.scale if same else mine.to(flat.master_dtype).mul_(self.scale))
+        average = self._memory.empty(segment.name, sums.numel(), dtype=flat.master_dtype, device=sums.device)
+        if flat.master_dtype == segment.dtype:
+            torch.mul(sums, self.scale, out=average)
+        else:
+            average.copy_(sums).mul_(self.scale)
+        flat.add_grads(average)
         segment.release()
 
     def _deliver_whole(self, segment: Segment) -> None:

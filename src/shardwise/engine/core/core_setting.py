@@ -7,6 +7,7 @@ import torch
 from shardwise.comm.collectives import Collectives
 from shardwise.comm.groups import MeshGroups
 from shardwise.engine.core.flat_buffers import HostMemory
+from shardwise.engine.core.gradient_memory import GradientMemory
 from shardwise.engine.core.pass_state import PassState
 from shardwise.engine.core.step_events import StepEvents
 from shardwise.engine.core.tape import Tape
@@ -29,6 +30,7 @@ class CoreSetting:
     tape: Tape = field(default_factory=Tape)
     events: StepEvents = field(default_factory=StepEvents)
     passes: PassState = field(default_factory=PassState)
+    gradient_memory: GradientMemory = field(default_factory=GradientMemory)
 
     def land(self) -> None:
         """Wait for gradients that are on their way to host memory."""

@@ -10,19 +10,24 @@ from shardwise.comm.collectives import Work, own_slice
 from shardwise.comm.groups import Group
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.flat_buffers import unguarded
+from shardwise.engine.core.gradient_memory import GradientMemory
 
 
 class Segment:
     """Flat buffers whose gradients share one buffer and one collective: all of one dtype.
 
     `is_freed`: its memory goes when it has done its work; else the gradients lie in it, and it goes with them.
-    `group`: whose ranks own a slice of it each.
+    `group`: whose ranks own a slice of it each. `memory`: where gradients lie.
     """
 
-    def __init__(self, flat: FlatParams, *, dtype: torch.dtype, is_freed: bool, group: Group) -> None:
+    def __init__(
+        self, flat: FlatParams, *, name: str, dtype: torch.dtype, is_freed: bool, group: Group, memory: GradientMemory
+    ) -> None:
+        self.name = name
         self.dtype = dtype
         self.is_freed = is_freed
         self.group = group
+        self._memory = memory
         self.flats: list[FlatParams] = []
         self.num_elements = self.num_bytes = 0
         self.add(flat)
@@ -54,7 +59,10 @@ class Segment:
             if self.is_freed:
                 self.buffer.untyped_storage().resize_(self.num_bytes)
             return
-        self.buffer = torch.empty(self.num_elements, dtype=self.dtype, device=device)
+        if self.is_freed:
+            self.buffer = torch.empty(self.num_elements, dtype=self.dtype, device=device)
+        else:
+            self.buffer = self._memory.empty(self.name, self.num_elements, dtype=self.dtype, device=device)
         self._views = self._cut()
         if self.is_freed:
             # Its views come back to life with its memory, and need not be made again.
@@ -138,7 +146,7 @@ class Segment:
         more; so gradients are then views of their own, that can be counted.
         """
         assert self.buffer is not None
-        if self.buffer.device.type != "cpu":
+        if self.buffer.device.type != "cpu" or self._memory.places is not None:
             return self._views
         if self._kept is None or self._kept.buffer is not self.buffer:
             self._kept = _Kept(buffer=self.buffer, own=None, views=self._views)

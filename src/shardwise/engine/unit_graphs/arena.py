@@ -29,6 +29,11 @@ class Arena:
         """Return whether a pass may begin here."""
         return self.current is None or self.current.is_free()
 
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether gradients lie where its graphs write."""
+        return self.current is not None and self.current.holds_gradients
+
     def has_room(self, num_elements: int) -> bool:
         """Return whether a pass of this size can be recorded next to the others.
 

@@ -34,8 +34,11 @@ class GraphDevice(Protocol):
         Raises NotCaptured; then nothing was recorded.
         """
 
+    def allocate(self, num_elements: int, *, dtype: torch.dtype) -> Tensor:
+        """Return uninitialised memory that was free when earlier graphs were recorded, or that they use."""
+
     def place(self, tensor: Tensor) -> StaticPlace:
-        """Return the place of a tensor that was made in a recording."""
+        """Return the place of a tensor that was made in a recording, or allocated."""
 
     def random_state(self) -> Any:
         """Return the state of the device's random generator, as a value that can be compared."""
@@ -143,6 +146,16 @@ class CudaGraphs:
                 # The error of the failed capture, again.
                 self._pool.abort()
         graph.reset()
+
+    def allocate(self, num_elements: int, *, dtype: torch.dtype) -> Tensor:
+        assert self._pool is not None
+        # Blocks of a pool belong to a stream; those of graphs to the one on which they are recorded.
+        with torch.cuda.stream(self._device.stream):
+            self._pool.begin()
+            try:
+                return torch.empty(num_elements, dtype=dtype, device=self._device.device)
+            finally:
+                self._pool.end()
 
     def place(self, tensor: Tensor) -> StaticPlace:
         return StaticPlace(_alias(tensor, keeper=self._pool), owner=tensor.detach())

@@ -9,8 +9,10 @@ when its memory was kept: only then the graph does not write there.
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardwise.engine.graphs.reads import NotCaptured
@@ -22,6 +24,23 @@ from shardwise.engine.unit_graphs.watched_unit import WatchedUnit
 
 # In place of a result: a unit may return None.
 NOT_REPLAYED = object()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _GradientPlace:
+    """Graph memory for a gradient.
+
+    pending     the calls whose backward was still to be recorded when it was allocated; num_calls: all calls then.
+                Graphs that were recorded later do not write there
+    """
+
+    place: StaticPlace
+    pending: frozenset[int]
+    num_calls: int
+
+    def is_free(self, pending: frozenset[int], *, num_calls: int) -> bool:
+        """Return whether no graph that is still to be replayed in a pass writes there, and nobody else uses it."""
+        return pending <= self.pending and num_calls >= self.num_calls and not self.place.is_lent
 
 
 class RecordedPass:
@@ -45,6 +64,7 @@ class RecordedPass:
         self._open: dict[int, weakref.ref[ReplayedCall]] = {}
         # Places whose memory may be written by the next graphs, if nobody holds them any more.
         self._lent: list[StaticPlace] = []
+        self._gradients: dict[str, _GradientPlace] = {}
         # While it is recorded: places by address.
         self._places: dict[int, StaticPlace] = {}
         self._sources: list[StaticPlace] = []
@@ -64,7 +84,13 @@ class RecordedPass:
         if not self.is_over():
             return False
         outputs = (place for call in self._replayed for place in call.outputs)
-        return not any(place.is_lent for places in (outputs, self._lent) for place in places)
+        gradients = (gradient.place for gradient in self._gradients.values())
+        return not any(place.is_lent for places in (outputs, self._lent, gradients) for place in places)
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether gradients lie where its graphs write."""
+        return any(gradient.place.is_lent for gradient in self._gradients.values())
 
     def is_over(self) -> bool:
         """Return whether no backward of this pass can come any more."""
@@ -87,6 +113,8 @@ class RecordedPass:
             call.forget_autograd()
             for place in (*call.made, *call.outputs, *filter(None, (*call.grad_places, *call.grads))):
                 place.owner = place.source = None
+        for gradient in self._gradients.values():
+            gradient.place.owner = None
 
     # Forward
 
@@ -182,6 +210,25 @@ class RecordedPass:
             if place is not None:
                 self._places[place.pointer] = place
         return True
+
+    def gradient(self, name: str, num_elements: int, *, dtype: torch.dtype) -> Tensor | None:
+        """Return graph memory for an averaged gradient; None if later graphs of this pass might write there.
+
+        It takes the memory of activations that backward has freed: graphs keep theirs from step to step, and ordinary
+        memory for gradients would come on top of it.
+        """
+        pending = frozenset(number for number in list(self._open) if self._alive(number))
+        found = self._gradients.get(name)
+        if found is None:
+            if not self.is_recording:
+                return None
+            place = self.device.place(self.device.allocate(num_elements, dtype=dtype))
+            found = _GradientPlace(place=place, pending=pending, num_calls=len(self.calls))
+            self._gradients[name] = found
+        elif not found.is_free(pending, num_calls=len(self.calls) if self.is_recording else self._next):
+            return None
+        tensor = found.place.tensor
+        return found.place.lend() if (tensor.numel(), tensor.dtype) == (num_elements, dtype) else None
 
     def end_call(self, call: RecordedCall) -> None:
         """The backward of a call is over: the memory of its outputs and inputs may be written."""

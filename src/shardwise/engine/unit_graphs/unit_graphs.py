@@ -76,6 +76,8 @@ class UnitGraphs:
         self.watched: list[WatchedUnit] = []
         self.num_calls = self.num_replayed = 0
         self._paused = False
+        # Whether gradients lie in the memory of graphs: as long as none is there when a pass begins.
+        self._places_gradients = True
         self._inputs: tuple[Any, ...] = ()
         self._mode = _ORDINARY
         self._key: Any = None
@@ -101,6 +103,7 @@ class UnitGraphs:
                     undo.append(replace_forward(unit.module, partial(self._call, watched)))
         if not self.watched:
             return []
+        core.setting.gradient_memory.places = self._gradient
         hook = core.model.register_forward_pre_hook(self._note_inputs, with_kwargs=True, prepend=True)
         begins, evaluates = partial(self._begin, True), partial(self._begin, False, True)
         core.events.pass_begins.append(begins)
@@ -108,6 +111,7 @@ class UnitGraphs:
 
         def detach() -> None:
             hook.remove()
+            core.setting.gradient_memory.places = None
             core.events.pass_begins.remove(begins)
             core.events.evaluation_begins.remove(evaluates)
             self.release()
@@ -155,6 +159,7 @@ class UnitGraphs:
 
     def _begin(self, trains: bool, learned: bool) -> None:
         """Begin a pass, and decide how its units run."""
+        self._keep_gradients()
         self._end_recordings()
         if self._number == 0 and not self._paused:
             # Before there are activations: what outlives a step should not lie between them.
@@ -187,6 +192,26 @@ class UnitGraphs:
             self._mode = _OBSERVED
         else:
             self._start_recording(key)
+
+    def _keep_gradients(self) -> None:
+        """Have gradients elsewhere if they outlive their pass, as in an accumulation: graphs would overwrite them."""
+        if not self._places_gradients:
+            return
+        if self.arenas.hold_graphs or self._mode == _RECORDED:
+            outlive = any(arena.holds_gradients for arena in self.arenas.all)
+        else:
+            outlive = self._core.holds_grads or any(flat.has_grads() for flat in self._core.flats)
+        if outlive:
+            self._places_gradients = False
+            self.release()
+
+    def _gradient(self, name: str, num_elements: int, dtype: torch.dtype) -> Tensor | None:
+        """Return graph memory for a gradient, where the current pass has some."""
+        if self._mode not in (_RECORDED, _REPLAYED) or not self._places_gradients:
+            return None
+        assert self._arena is not None
+        assert self._arena.current is not None
+        return self._arena.current.gradient(name, num_elements, dtype=dtype)
 
     def _count(self, key: Any) -> None:
         if len(self._seen) >= _MOST_COUNTED:

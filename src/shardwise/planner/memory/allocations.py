@@ -5,11 +5,11 @@ once, for all batches.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from shardwise.planner.memory.column_sum import ColumnSum
-from shardwise.planner.memory.replay import MemoryChange, MemoryRow, Recategorize, TakeGrads
+from shardwise.planner.memory.replay import Change, MemoryChange, MemoryRow, Recategorize, TakeGrads
 from shardwise.spec import ROOT
 from shardwise.spec.law import Line
 from shardwise.spec.step import IN_UNIT, Act, StorageEvent, What
@@ -29,12 +29,13 @@ class Ledger:
     """The entries of a step without the optimizer's state; `update_at` is the position of the update.
 
     `first_grad_at`: position after the first gradient of a parameter, usually from the first product of backward.
-    `has_unit_graphs`: what units compute lies in a pool of its own.
+    `has_unit_graphs`: what units compute lies in a pool of its own; `gradients_in_graphs`: averaged gradients do, too.
     """
 
     seq: int | None
     grads_leave_at_once: bool
     has_unit_graphs: bool = False
+    gradients_in_graphs: bool = False
     entries: list[AllocationEntry] = field(default_factory=list)
     update_at: int = 0
     first_grad_at: int = 0
@@ -80,16 +81,31 @@ class Ledger:
         elif isinstance(change, Recategorize):
             held = self._buffers[change.before, change.num_bytes, 0]
             if held:
-                self._buffers[change.after, change.num_bytes, 0].append(held.popleft())
+                slots = held.popleft()
+                self._buffers[change.after, change.num_bytes, 0].append(slots)
+                if change.after == "grads" and self.gradients_in_graphs:
+                    self._move(slots, stream=UNIT_GRAPHS)
         elif change.const > 0 or change.per_sample > 0:
             sizes = [Line(piece, 0) for piece in change.pieces] or [Line(change.const, change.per_sample)]
-            stream = SLOTS if self.has_unit_graphs and change.category == "gathered" else change.stream
-            slots = [self._allocate(size, stream=stream) for size in sizes]
+            slots = [self._allocate(size, stream=self._stream_of(change)) for size in sizes]
             self._buffers[change.category, change.const, change.per_sample].append(slots)
         elif change.const or change.per_sample:
             held = self._buffers[change.category, -change.const, -change.per_sample]
             if held:
                 self._release(held.popleft())
+
+    def _stream_of(self, change: Change) -> str:
+        if change.category == "gathered" and self.has_unit_graphs:
+            return SLOTS
+        if change.category == "grads" and self.gradients_in_graphs:
+            return UNIT_GRAPHS
+        return change.stream
+
+    def _move(self, slots: Sequence[int], *, stream: str) -> None:
+        """Have allocations of before in another stream."""
+        for number, (slot, size, _) in enumerate(self.entries):
+            if slot in slots and size is not None:
+                self.entries[number] = (slot, size, stream)
 
     def _zero_grad(self) -> None:
         for key in [key for key in self._buffers if key[0] == "grads"]:

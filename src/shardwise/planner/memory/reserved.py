@@ -11,8 +11,8 @@ prepared; ordinary steps reuse that. Captured steps do not: the allocator gives 
 Captured steps have their own pool, in which the optimizer's state is allocated too (engine/captured/step_memory.py).
 What exists before the first step, and what is kept for graphs, is outside the pool.
 
-Where units are CUDA graphs (capture = 'units'), what they compute has its own pool, which gradients that are added up
-during backward do not reuse; gathered units have theirs.
+Where units are CUDA graphs (capture = 'units'), what they compute has its own pool, which averaged gradients use as
+well unless they are accumulated over several passes; gathered units have a pool of their own.
 """
 
 from collections.abc import Sequence
