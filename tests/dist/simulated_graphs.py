@@ -157,7 +157,10 @@ class SimulatedGraphs:
     def settle(self) -> None:
         pass
 
-    def begin_recordings(self) -> None:
+    def allocated_bytes(self) -> int:
+        return 0
+
+    def begin_recordings(self, *, num_bytes: int) -> None:
         pass
 
     def renew(self) -> None:

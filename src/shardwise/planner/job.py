@@ -85,6 +85,7 @@ class Job:
             seq=self.spec.seq,
             grads_leave_at_once=leaves_at_once,
             has_unit_graphs=graphs,
+            num_units=len(self.short.spec.units) - 1,
             # Otherwise they outlive a pass, whose graphs would overwrite them.
             gradients_in_graphs=graphs and self.plan.accumulate == 1,
         )

@@ -1,6 +1,7 @@
 """Memory for the graphs of passes: one pass at a time uses an arena, and passes that overlap use several."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from shardwise.engine.unit_graphs.graph_device import GraphDevice
@@ -9,6 +10,24 @@ from shardwise.engine.unit_graphs.recorded_pass import RecordedPass
 # Forms of passes whose graphs are kept in one arena, and passes that may overlap.
 _MOST_FORMS = 32
 _MOST_ARENAS = 2
+
+
+@dataclass(slots=True)
+class ObservedMemory:
+    """Memory of an ordinary pass: what calls of units leave for backward, and averaged gradients."""
+
+    num_calls: int = 0
+    activation_bytes: int = 0
+    gradient_bytes: int = 0
+
+    def add_call(self, num_bytes: int) -> None:
+        self.num_calls += 1
+        self.activation_bytes += max(num_bytes, 0)
+
+    @property
+    def pass_bytes(self) -> int:
+        """The memory of graphs of such a pass: gradients take the place of activations; and temporaries of one unit."""
+        return max(self.activation_bytes, self.gradient_bytes) + self.activation_bytes // max(self.num_calls, 1)
 
 
 class Arena:
@@ -41,9 +60,10 @@ class Arena:
         """
         return num_elements <= self._most_elements and len(self.passes) < _MOST_FORMS
 
-    def begin_recording(self, num_elements: int) -> RecordedPass:
+    def begin_recording(self, num_elements: int, *, num_bytes: int) -> RecordedPass:
+        """Return a pass to record: `num_elements` of inputs, about `num_bytes` of memory."""
         self._most_elements = max(self._most_elements, num_elements)
-        self.device.begin_recordings()
+        self.device.begin_recordings(num_bytes=num_bytes)
         return RecordedPass(self.device)
 
     def remove(self, key: Any) -> None:

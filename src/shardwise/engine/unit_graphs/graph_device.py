@@ -13,7 +13,7 @@ from shardwise.engine.graphs.python_state import generators
 from shardwise.engine.graphs.reads import NotCaptured, assuming_reads, hidden_capture, in_one_line
 from shardwise.engine.graphs.step_device import StepDevice
 from shardwise.engine.graphs.step_pool import StepPool
-from shardwise.engine.unit_graphs.static_place import StaticPlace
+from shardwise.engine.unit_graphs.static_place import StaticPlace, uninitialised
 
 Result = TypeVar("Result")
 
@@ -60,8 +60,11 @@ class GraphDevice(Protocol):
     def settle(self) -> None:
         """Wait until the device has done everything."""
 
-    def begin_recordings(self) -> None:
-        """Prepare for recordings: free unused memory for them."""
+    def allocated_bytes(self) -> int:
+        """Return the size of all tensors on the device."""
+
+    def begin_recordings(self, *, num_bytes: int) -> None:
+        """Prepare for recordings: free unused memory, and reserve as much for them in one piece."""
 
     def renew(self) -> None:
         """Give the graphs' memory back: there are no graphs any more."""
@@ -90,10 +93,19 @@ class CudaGraphs:
             self._generator.manual_seed(seed)
         self._generator.set_offset(offset)
 
-    def begin_recordings(self) -> None:
+    def allocated_bytes(self) -> int:
+        return torch.cuda.memory_allocated(self._device.device)
+
+    def begin_recordings(self, *, num_bytes: int) -> None:
         self._device.release_memory()
         if self._pool is None:
             self._pool = StepPool(self._device.stream)
+        try:
+            # Freed at once. Tensors of graphs are cut from it; in memory of many pieces they would leave gaps.
+            self.allocate(num_bytes, dtype=torch.uint8)
+        except torch.OutOfMemoryError:
+            # Then in pieces.
+            self._device.release_memory()
 
     def renew(self) -> None:
         if self._pool is not None:
@@ -153,7 +165,7 @@ class CudaGraphs:
         with torch.cuda.stream(self._device.stream):
             self._pool.begin()
             try:
-                return torch.empty(num_elements, dtype=dtype, device=self._device.device)
+                return uninitialised((num_elements,), (1,), dtype=dtype, device=self._device.device)
             finally:
                 self._pool.end()
 

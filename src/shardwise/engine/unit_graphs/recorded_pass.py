@@ -35,12 +35,8 @@ class _GradientPlace:
     """
 
     place: StaticPlace
-    pending: frozenset[int]
+    pending: set[int]
     num_calls: int
-
-    def is_free(self, pending: frozenset[int], *, num_calls: int) -> bool:
-        """Return whether no graph that is still to be replayed in a pass writes there, and nobody else uses it."""
-        return pending <= self.pending and num_calls >= self.num_calls and not self.place.is_lent
 
 
 class RecordedPass:
@@ -217,18 +213,24 @@ class RecordedPass:
         It takes the memory of activations that backward has freed: graphs keep theirs from step to step, and ordinary
         memory for gradients would come on top of it.
         """
-        pending = frozenset(number for number in list(self._open) if self._alive(number))
         found = self._gradients.get(name)
         if found is None:
             if not self.is_recording:
                 return None
             place = self.device.place(self.device.allocate(num_elements, dtype=dtype))
-            found = _GradientPlace(place=place, pending=pending, num_calls=len(self.calls))
-            self._gradients[name] = found
-        elif not found.is_free(pending, num_calls=len(self.calls) if self.is_recording else self._next):
+            pending = {number for number in list(self._open) if self._alive(number)}
+            found = self._gradients[name] = _GradientPlace(place=place, pending=pending, num_calls=len(self.calls))
+        elif not self._can_hold(found):
             return None
         tensor = found.place.tensor
         return found.place.lend() if (tensor.numel(), tensor.dtype) == (num_elements, dtype) else None
+
+    def _can_hold(self, gradient: "_GradientPlace") -> bool:
+        """Return whether no graph that may still be replayed in this pass writes there, and nobody else uses it."""
+        num_calls = len(self.calls) if self.is_recording else self._next
+        if num_calls < gradient.num_calls or gradient.place.is_lent:
+            return False
+        return not any(self._alive(number) for number in list(self._open) if number not in gradient.pending)
 
     def end_call(self, call: RecordedCall) -> None:
         """The backward of a call is over: the memory of its outputs and inputs may be written."""

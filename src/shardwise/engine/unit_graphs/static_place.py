@@ -1,5 +1,6 @@
 """A tensor at a fixed address of the graphs' memory, which may be lent to code outside of the graphs."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -91,11 +92,19 @@ def _copy(target: Tensor, source: Tensor) -> None:
 def empty_like(tensor: Tensor) -> Tensor:
     """Return uninitialised memory in the form of a tensor, strides included."""
     compact = _compact(tensor)
-    # Deterministic algorithms fill new memory with NaN, which a graph would do at each replay.
+    made = uninitialised(compact.shape, compact.stride(), dtype=tensor.dtype, device=tensor.device)
+    return made if compact is tensor else made.expand(tensor.shape)
+
+
+def uninitialised(shape: Sequence[int], strides: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return memory that nothing writes to.
+
+    Under deterministic algorithms torch fills new memory with NaN, which a graph would do at each replay, and which
+    outside of a graph might come after the first use, on another stream.
+    """
     options: Any = torch.utils.deterministic
     fills, options.fill_uninitialized_memory = options.fill_uninitialized_memory, False
     try:
-        made = torch.empty_strided(compact.shape, compact.stride(), dtype=tensor.dtype, device=tensor.device)
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
     finally:
         options.fill_uninitialized_memory = fills
-    return made if compact is tensor else made.expand(tensor.shape)

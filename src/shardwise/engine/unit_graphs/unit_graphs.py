@@ -31,10 +31,11 @@ from shardwise.engine.graphs.step_device import FULL
 from shardwise.engine.graphs.step_pool import why_no_pool
 from shardwise.engine.optimizer.allocate import allocate_states
 from shardwise.engine.protocol import Tell
-from shardwise.engine.unit_graphs.arena import Arena, Arenas
+from shardwise.engine.unit_graphs.arena import Arena, Arenas, ObservedMemory
 from shardwise.engine.unit_graphs.call_form import form_of, shapes_of
 from shardwise.engine.unit_graphs.graph_device import CudaGraphs, GraphDevice
 from shardwise.engine.unit_graphs.recorded_pass import NOT_REPLAYED, RecordedPass
+from shardwise.engine.unit_graphs.reports import Reports
 from shardwise.engine.unit_graphs.slots import Slots
 from shardwise.engine.unit_graphs.watched_unit import WatchedUnit
 from shardwise.program.hooks import recomputing, transforming
@@ -48,7 +49,6 @@ _MOST_COUNTED = 10_000
 _MOST_FAILURES = 3
 _MOST_COMPUTED = 8
 
-_GRAPHS = "graphs"
 _ORDINARY, _OBSERVED, _RECORDED, _REPLAYED = range(4)
 
 
@@ -68,7 +68,7 @@ class UnitGraphs:
         optimizers: Iterable[Optimizer] = (),
     ) -> None:
         self._core = core
-        self._tell = tell
+        self._reports = Reports(tell)
         self.arenas = Arenas(make_device)
         self._slots = slots
         self._optimizers = optimizers
@@ -85,9 +85,7 @@ class UnitGraphs:
         self._number = 0
         self._seen: Counter[Any] = Counter()
         self._failures: Counter[Any] = Counter()
-        self._observed: set[Any] = set()
-        # What the user was told: the reasons of failures, and that there are graphs.
-        self._told: set[str] = set()
+        self._observed: dict[Any, ObservedMemory] = {}
         release_before_leaving(self)
 
     def attach(self) -> list[Callable[[], None]]:
@@ -188,7 +186,7 @@ class UnitGraphs:
             return
         self._take_slots()
         if key not in self._observed:
-            self._observed.add(key)
+            self._observed[key] = ObservedMemory()
             self._mode = _OBSERVED
         else:
             self._start_recording(key)
@@ -207,6 +205,8 @@ class UnitGraphs:
 
     def _gradient(self, name: str, num_elements: int, dtype: torch.dtype) -> Tensor | None:
         """Return graph memory for a gradient, where the current pass has some."""
+        if self._mode == _OBSERVED:
+            self._observed[self._key].gradient_bytes += num_elements * dtype.itemsize
         if self._mode not in (_RECORDED, _REPLAYED) or not self._places_gradients:
             return None
         assert self._arena is not None
@@ -227,7 +227,8 @@ class UnitGraphs:
             return
         if not arena.has_room(_elements(key)):
             arena = self.arenas.drop(arena)
-        self._start(arena, arena.begin_recording(_elements(key)), _RECORDED)
+        recorded = arena.begin_recording(_elements(key), num_bytes=self._observed[key].pass_bytes)
+        self._start(arena, recorded, _RECORDED)
 
     def _start(self, arena: Arena, recorded: RecordedPass, mode: int) -> None:
         self._arena, self._mode = arena, mode
@@ -244,10 +245,10 @@ class UnitGraphs:
             recorded.end_recording()
             if recorded.calls and not recorded.failed:
                 arena.passes[arena.key] = recorded
-                self._report()
+                self._reports.graphs(self.watched)
             else:
                 self._fail(arena.key)
-                self._report_failure(recorded)
+                self._reports.failure(self.watched, recorded.failed)
             failed = failed or bool(recorded.failed)
         if failed:
             # A failed capture has replaced the state of the random generator, which other graphs refer to.
@@ -257,24 +258,7 @@ class UnitGraphs:
     def _fail(self, key: Any) -> None:
         self._failures[key] += 1
         self._seen[key] = 0
-        self._observed.discard(key)
-
-    def _report_failure(self, recorded: RecordedPass) -> None:
-        """Tell, once, why units could not be recorded; others are tried again without those that failed."""
-        if recorded.failed and recorded.failed not in self._told:
-            self._told.add(recorded.failed)
-            names = [one.name for one in self.watched if one.why_not == recorded.failed]
-            self._tell(f"capture: ordinary units, not CUDA graphs: {', '.join(names[:3])}: {recorded.failed}")
-
-    def _report(self) -> None:
-        if _GRAPHS in self._told:
-            return
-        self._told.add(_GRAPHS)
-        ordinary = [one for one in self.watched if one.why_not]
-        text = f"{len(self.watched) - len(ordinary)} units run as CUDA graphs from here on"
-        if ordinary:
-            text += f", {len(ordinary)} as ordinary ones ({ordinary[0].name}: {ordinary[0].why_not})"
-        self._tell(f"capture: {text}")
+        self._observed.pop(key, None)
 
     # A call
 
@@ -290,10 +274,18 @@ class UnitGraphs:
         except NotCaptured:
             return self._ordinary(watched, inputs, options)
         if self._mode == _OBSERVED or (self._mode == _RECORDED and not watched.is_observed):
-            ordinary = partial(watched.forward, *inputs, **options)
-            return watched.observe(ordinary, tensors=tensors, graphs=self.arenas.all[0].device)
+            return self._observe(watched, inputs, options, tensors=tensors)
         result = self._graphed(watched, (inputs, options), tensors, form=form)
         return self._ordinary(watched, inputs, options) if result is NOT_REPLAYED else result
+
+    def _observe(self, watched: WatchedUnit, inputs: Any, options: Any, *, tensors: Sequence[Tensor]) -> Any:
+        ordinary = partial(watched.forward, *inputs, **options)
+        graphs = self.arenas.all[0].device
+        before = graphs.allocated_bytes()
+        result = watched.observe(ordinary, tensors=tensors, graphs=graphs)
+        if self._mode == _OBSERVED:
+            self._observed[self._key].add_call(graphs.allocated_bytes() - before)
+        return result
 
     def _ordinary(self, watched: WatchedUnit, inputs: Any, options: Any) -> Any:
         """Run an ordinary call; if memory runs out while graphs hold some, without them."""

@@ -29,16 +29,20 @@ class Ledger:
     """The entries of a step without the optimizer's state; `update_at` is the position of the update.
 
     `first_grad_at`: position after the first gradient of a parameter, usually from the first product of backward.
-    `has_unit_graphs`: what units compute lies in a pool of its own; `gradients_in_graphs`: averaged gradients do, too.
+    `has_unit_graphs`: what the `num_units` units compute lies in a pool of its own; `gradients_in_graphs`: averaged
+    gradients do, too.
     """
 
     seq: int | None
     grads_leave_at_once: bool
     has_unit_graphs: bool = False
+    num_units: int = 0
     gradients_in_graphs: bool = False
     entries: list[AllocationEntry] = field(default_factory=list)
     update_at: int = 0
     first_grad_at: int = 0
+    # Sizes of averaged gradients in the memory of graphs.
+    gradients: list[Line | ColumnSum] = field(default_factory=list)
     _num_slots: int = 0
     # Of the model's storages at this point.
     _stream: str = ""
@@ -67,6 +71,17 @@ class Ledger:
         first, update = self.first_grad_at, self.update_at
         return self.entries[:first], self.entries[first:update], self.entries[update:]
 
+    def graph_bytes(self, batch: int) -> int:
+        """Return the memory that is reserved in one piece for the graphs of a pass (engine/unit_graphs/arena.py)."""
+        live: dict[int, int] = {}
+        for slot, size, stream in self.entries[: self.first_grad_at]:
+            if size is None:
+                live.pop(slot, None)
+            elif stream == UNIT_GRAPHS:
+                live[slot] = size.at(batch)
+        activations, gradients = sum(live.values()), sum(size.at(batch) for size in self.gradients)
+        return max(activations, gradients) + activations // max(self.num_units, 1)
+
     def _allocate(self, size: Line | ColumnSum, *, stream: str = "") -> int:
         self._num_slots += 1
         self.entries.append((self._num_slots, size, stream))
@@ -84,10 +99,13 @@ class Ledger:
                 slots = held.popleft()
                 self._buffers[change.after, change.num_bytes, 0].append(slots)
                 if change.after == "grads" and self.gradients_in_graphs:
-                    self._move(slots, stream=UNIT_GRAPHS)
+                    self._move_to_graphs(slots)
         elif change.const > 0 or change.per_sample > 0:
             sizes = [Line(piece, 0) for piece in change.pieces] or [Line(change.const, change.per_sample)]
-            slots = [self._allocate(size, stream=self._stream_of(change)) for size in sizes]
+            stream = self._stream_of(change)
+            slots = [self._allocate(size, stream=stream) for size in sizes]
+            if stream == UNIT_GRAPHS:
+                self.gradients += sizes
             self._buffers[change.category, change.const, change.per_sample].append(slots)
         elif change.const or change.per_sample:
             held = self._buffers[change.category, -change.const, -change.per_sample]
@@ -97,15 +115,14 @@ class Ledger:
     def _stream_of(self, change: Change) -> str:
         if change.category == "gathered" and self.has_unit_graphs:
             return SLOTS
-        if change.category == "grads" and self.gradients_in_graphs:
-            return UNIT_GRAPHS
-        return change.stream
+        return UNIT_GRAPHS if change.category == "grads" and self.gradients_in_graphs else change.stream
 
-    def _move(self, slots: Sequence[int], *, stream: str) -> None:
-        """Have allocations of before in another stream."""
+    def _move_to_graphs(self, slots: Sequence[int]) -> None:
+        """Have buffers that become gradients in the memory of graphs, from their allocation on."""
         for number, (slot, size, _) in enumerate(self.entries):
             if slot in slots and size is not None:
-                self.entries[number] = (slot, size, stream)
+                self.entries[number] = (slot, size, UNIT_GRAPHS)
+                self.gradients.append(size)
 
     def _zero_grad(self) -> None:
         for key in [key for key in self._buffers if key[0] == "grads"]:

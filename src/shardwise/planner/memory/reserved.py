@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shardwise.planner.job import Job
-from shardwise.planner.memory.allocations import AllocationEntry
+from shardwise.planner.memory.allocations import UNIT_GRAPHS, AllocationEntry
 from shardwise.planner.memory.allocator import SMALL_BYTES, SMALL_SEGMENT_BYTES, CachingAllocator, MemoryBlock
 from shardwise.vocabulary.categories import CATEGORIES
 
@@ -80,6 +80,8 @@ def _run(job: Job, *, batch: int, limit_bytes: int | None = None, made_on_device
         run.allocate_moments(job)
         for _ in ("forward", "backward"):
             run.allocate(job.rules.workspace_bytes // 2)
+        num_bytes = job.ledger.graph_bytes(batch)
+        run.free_all({0: (run.allocate(num_bytes, UNIT_GRAPHS), num_bytes)})
     else:
         _first_step(run, job)
         run.free_all(run.replay(entries, {}))
