@@ -294,9 +294,8 @@ class CapturedStep:
         self.stopped = why
         self._memory.has_replays = False
         if self._engine.graphs is not None:
-            # Units may do what the whole step cannot, in memory of their own.
-            self._memory.leave()
-            self._engine.graphs.resume()
+            # Units may do what the whole step cannot, in memory of their own. Until then this memory is used.
+            self._engine.graphs.resume(leave_memory=self._memory.leave)
         if self._must:
             raise InvalidModel(f"the step cannot be captured: {why}; set capture = 'auto' or 'off'")
         self._note(f"ordinary steps, not captured: {why}")

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shardwise.engine.graphs.reads import NotCaptured
 from shardwise.engine.graphs.step_device import FULL
 from shardwise.engine.graphs.step_pool import Block
+from shardwise.engine.optimizer.allocate import move_states
 
 STEPS = "ordinary steps"
 EVALUATIONS = "evaluations"
@@ -34,8 +35,6 @@ _MOST_COSTS = 2
 _SMALL_BYTES = 2**20
 # A graph may keep blocks of this size in use, such as the state of its random numbers.
 _TINY_BYTES = 512
-# Tensors that move out of the pool between two calls that return memory to the device.
-_MOVED_TOGETHER = 16
 
 
 class Pool(Protocol):
@@ -116,19 +115,11 @@ class StepMemory:
                 self.leave()
 
     def leave(self) -> None:
-        """Leave the pool to graphs. The optimizer's state moves out of it, a few tensors at a time."""
+        """Leave the pool to graphs. The optimizer's state moves out of it."""
         self._sharing.clear()
         self.pool.end()
         self.pool.renew()
-        states = [(state, key) for state in self._optimizer.state.values() for key in state]
-        # Other optimizers may keep further references to their state.
-        known = type(self._optimizer).__module__.startswith("torch.optim.")
-        moved = [place for place in states if known and isinstance(place[0][place[1]], Tensor)]
-        for number, (state, key) in enumerate(sorted(moved, key=lambda place: place[0][place[1]].data_ptr())):
-            state[key] = state[key].clone()
-            if number % _MOVED_TOGETHER == 0:
-                self._device.release_memory()
-        self._device.release_memory()
+        move_states(self._optimizer, release_memory=self._device.release_memory)
 
     # Graphs
 

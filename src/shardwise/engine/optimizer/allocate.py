@@ -1,5 +1,6 @@
 """The memory of optimizer state: when it is allocated, and on which device it lies."""
 
+from collections.abc import Callable
 from inspect import signature
 
 import torch
@@ -8,6 +9,9 @@ from torch.optim import Optimizer
 
 from shardwise.engine.core.flat_buffers import unguarded
 from shardwise.engine.optimizer.known import ELEMENTWISE
+
+# Tensors that move between two calls that return memory to the device.
+_MOVED_TOGETHER = 16
 
 
 def allocate_states(optimizer: Optimizer) -> None:
@@ -32,6 +36,21 @@ def allocate_states(optimizer: Optimizer) -> None:
             initialise(group, *([] for _ in range(num_lists)))
             for parameter in without:
                 parameter.grad = None
+
+
+def move_states(optimizer: Optimizer, *, release_memory: Callable[[], None]) -> None:
+    """Allocate the state again, a few tensors at a time, so that memory in which it lay scattered can be given back.
+
+    Only for torch's own optimizers: others may keep further references to their state.
+    """
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return
+    states = [(state, key) for state in optimizer.state.values() for key in state if isinstance(state[key], Tensor)]
+    for number, (state, key) in enumerate(sorted(states, key=lambda place: place[0][place[1]].data_ptr())):
+        state[key] = state[key].clone()
+        if number % _MOVED_TOGETHER == 0:
+            release_memory()
+    release_memory()
 
 
 def suit_devices(optimizer: Optimizer) -> None:

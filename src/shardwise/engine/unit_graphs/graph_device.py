@@ -63,6 +63,9 @@ class GraphDevice(Protocol):
     def allocated_bytes(self) -> int:
         """Return the size of all tensors on the device."""
 
+    def release_memory(self) -> None:
+        """Return unused memory of the allocator to the device."""
+
     def begin_recordings(self, *, num_bytes: int) -> None:
         """Prepare for recordings: free unused memory, and reserve as much for them in one piece."""
 
@@ -82,6 +85,7 @@ class CudaGraphs:
         self.settle = self._device.settle
         self.free_share = self._device.free_share
         self.lacks_memory = self._device.lacks_memory
+        self.release_memory = self._device.release_memory
 
     def random_state(self) -> tuple[int, int]:
         """Return the generator's seed, which may be set between a forward and its backward, and its offset."""

@@ -29,7 +29,7 @@ from shardwise.engine.core.core import Core
 from shardwise.engine.graphs.reads import NotCaptured
 from shardwise.engine.graphs.step_device import FULL
 from shardwise.engine.graphs.step_pool import why_no_pool
-from shardwise.engine.optimizer.allocate import allocate_states
+from shardwise.engine.optimizer.allocate import move_states
 from shardwise.engine.protocol import Tell
 from shardwise.engine.unit_graphs.arena import Arena, Arenas, ObservedMemory
 from shardwise.engine.unit_graphs.call_form import form_of, shapes_of
@@ -78,6 +78,8 @@ class UnitGraphs:
         self._paused = False
         # Whether gradients lie in the memory of graphs: as long as none is there when a pass begins.
         self._places_gradients = True
+        # Called before the first recording.
+        self._leave_memory: Callable[[], None] | None = self._move_states
         self._inputs: tuple[Any, ...] = ()
         self._mode = _ORDINARY
         self._key: Any = None
@@ -127,6 +129,7 @@ class UnitGraphs:
         self.release()
         self._failures.clear()
         self._observed.clear()
+        self._leave_memory = self._move_states
         for watched in self.watched:
             watched.renew()
 
@@ -136,8 +139,15 @@ class UnitGraphs:
         self._paused = True
         self._leave_slots()
 
-    def resume(self) -> None:
+    def resume(self, *, leave_memory: Callable[[], None]) -> None:
+        """Record units again; before the first recording, `leave_memory` frees what steps have used so far."""
         self._paused = False
+        self._leave_memory = leave_memory
+
+    def _move_states(self) -> None:
+        """Free memory of ordinary steps that could not be given back while optimizer state lies in it."""
+        for optimizer in self._optimizers:
+            move_states(optimizer, release_memory=self.arenas.all[0].device.release_memory)
 
     def _take_slots(self) -> None:
         """Gather at fixed addresses from now on, as the program of this spec needs them."""
@@ -159,10 +169,6 @@ class UnitGraphs:
         """Begin a pass, and decide how its units run."""
         self._keep_gradients()
         self._end_recordings()
-        if self._number == 0 and not self._paused:
-            # Before there are activations: what outlives a step should not lie between them.
-            for optimizer in self._optimizers:
-                allocate_states(optimizer)
         inputs, self._inputs = self._inputs, ()
         self._number += 1
         self._mode, self._arena = _ORDINARY, None
@@ -227,6 +233,9 @@ class UnitGraphs:
             return
         if not arena.has_room(_elements(key)):
             arena = self.arenas.drop(arena)
+        if self._leave_memory is not None:
+            self._leave_memory()
+            self._leave_memory = None
         recorded = arena.begin_recording(_elements(key), num_bytes=self._observed[key].pass_bytes)
         self._start(arena, recorded, _RECORDED)
 

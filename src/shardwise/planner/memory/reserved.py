@@ -76,7 +76,7 @@ def _run(job: Job, *, batch: int, limit_bytes: int | None = None, made_on_device
     run.free_all(made)
     entries = job.ledger.entries
     if job.plan.capture == "units":
-        # The state is made before the first forward, and unused memory is given back before graphs are recorded.
+        # Before graphs are recorded, the state is moved and unused memory given back.
         run.allocate_moments(job)
         for _ in ("forward", "backward"):
             run.allocate(job.rules.workspace_bytes // 2)
