@@ -1,7 +1,7 @@
 """`prepare_on_ours`: makes an ordinary model and optimizer run a plan. They stay the same objects."""
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -113,33 +113,43 @@ def prepare_on_ours(
     owned = _owned_names(verdicts)
     if dist.get_rank() == 0:
         warn_upcast(setting.spec, plan=plan)
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        for one in optimizers:
-            held = [names[id(p)] for group in one.param_groups for p in group["params"]]
-            num_owned = len(set(owned).intersection(held))
-            if num_owned:
-                warn_owned(one, num_owned=num_owned, num_held=len(held))
+        _warn_owned(model, optimizers, owned=owned)
     warn_hardly_cut(setting.spec, plan=plan, mesh=mesh)
     engine = _engine(model, setting=setting, any_optimizer=any_optimizer, compare_every=compare_every, weights=weights)
     for one in optimizers:
         engine.owned.adopt(one, owned=owned)
     together(engine.attach)
     together(engine.wrap)
-    if watch_seconds:
-        # An error that names the way out comes before the watchdog ends the job.
-        engine.core.evaluation.patience_seconds = 0.9 * watch_seconds
     register(model, engine)
     carry_engine(model, OurEngine())
     become_prepared(model)
     explain_out_of_memory(model)
-    watch_over(
-        engine,
-        limit_seconds=watch_seconds,
-        waits_on_host=chosen.type == "cpu",
-        issues=partial(_history, weakref.ref(engine)),
-    )
+    _watch(engine, limit_seconds=watch_seconds)
     write_records_of(engine)
     return model, optimizer
+
+
+def _warn_owned(model: nn.Module, optimizers: Sequence[Optimizer], *, owned: Collection[str]) -> None:
+    """Warn about optimizers that step whole parameters, each on the rank that owns it."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for optimizer in optimizers:
+        held = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+        num_owned = len(set(owned).intersection(held))
+        if num_owned:
+            warn_owned(optimizer, num_owned=num_owned, num_held=len(held))
+
+
+def _watch(engine: Engine, *, limit_seconds: float) -> None:
+    """Have the watchdog end the job when a collective does not end."""
+    if limit_seconds:
+        # An error that names the way out comes before the watchdog ends the job.
+        engine.core.evaluation.patience_seconds = 0.9 * limit_seconds
+    watch_over(
+        engine,
+        limit_seconds=limit_seconds,
+        waits_on_host=engine.device.type == "cpu",
+        issues=partial(_history, weakref.ref(engine)),
+    )
 
 
 def _history(held: "weakref.ref[Engine]") -> dict[int, dict[str, list[str]]]:
