@@ -9,7 +9,7 @@ hf:DIR (or hf:DIR/config.json, hf:Qwen/Qwen3-8B), timm:NAME, torchvision:NAME   
 
 import gc
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -46,6 +46,7 @@ class Source:
 
     kernels   those of a cuda or cpu device
     adaptation   LoRA or QLoRA instead of training all parameters
+    tile      modules that compute in tiles of so many tokens, as in a plan
     loss      of a catalogue model that reads tokens: lean, which `shardwise train` uses, or usual (spec/losses.py)
     """
 
@@ -58,6 +59,7 @@ class Source:
         kernels: str = "cuda",
         loss: str = LEAN,
         adaptation: Adaptation | None = None,
+        tile: Mapping[str, int] | None = None,
         while_tracing: Callable[[str], AbstractContextManager[object]] = lambda name: nullcontext(),
     ) -> None:
         self.reference = model if isinstance(model, str) else type(model.model).__name__
@@ -65,6 +67,8 @@ class Source:
         if adaptation is not None and self.reference.startswith(("params:", "python:")):
             raise InvalidModel(f"{self.reference}: --lora is for models by name; a python: task adds its own adapters")
         self._while_tracing = while_tracing
+        self._tile = tile or {}
+        self._tiled: dict[Mapping[str, int], Source] = {}
         self._task: Task | None = None if isinstance(model, str) else model
         # A task of the caller's is traced in any case: it has no reference by which it could be found again.
         self._is_given = self._task is not None
@@ -81,6 +85,8 @@ class Source:
         """Return the spec, with the traces that `plan` needs."""
         if self.reference.startswith("params:"):
             return self._spec
+        if plan.tile and not self._tile:
+            return self._tiled_source(plan.tile).spec_for(plan)
         way = computes_in(self._spec, plan=plan)
         hows = traced_ways(self._spec, plan=plan)
         missing = [(way, how) for how in hows if self._spec.trace(computes_in=way, recompute=how) is None]
@@ -91,6 +97,21 @@ class Source:
         if self._usual is None or self._usual[0] is not self._spec:
             self._usual = self._spec, with_usual_loss(self._spec)
         return self._usual[1]
+
+    def _tiled_source(self, tile: Mapping[str, int]) -> "Source":
+        """Return the same model with tiled modules."""
+        if tile not in self._tiled:
+            self._tiled[tile] = Source(
+                self._task if self._is_given and self._task is not None else self.reference,
+                seq=self._seq,
+                image=self._image,
+                kernels=self._kernels,
+                loss=USUAL if self.has_usual_loss else LEAN,
+                adaptation=self._adaptation,
+                tile=tile,
+                while_tracing=self._while_tracing,
+            )
+        return self._tiled[tile]
 
     @property
     def has_default_length(self) -> bool:
@@ -121,7 +142,7 @@ class Source:
 
     def _is_ready(self) -> bool:
         """Return whether the shipped spec holds for this sequence length, image size and kind of device."""
-        is_traced = self._is_given or self._adaptation is not None or self._kernels != "cuda"
+        is_traced = self._is_given or self._adaptation is not None or bool(self._tile) or self._kernels != "cuda"
         if is_traced or self.reference.startswith(("python:", *FOREIGN)):
             return False
         shape = shape_of(self.reference)
@@ -152,6 +173,7 @@ class Source:
                 kernels=self._kernels,
                 ways=ways,
                 adaptation=self._adaptation,
+                tile=self._tile,
                 of_transformers=self.reference in TRANSFORMERS_SHAPES,
             )
         traced = kept_spec(key)
@@ -175,7 +197,16 @@ class Source:
                     from shardwise.trace.adapted import adapt
 
                     adapt(self._task.model, self._adaptation, name=self.reference)
-            return trace_task(self._task, name=self.reference, ways=ways, kernels=self._kernels)
+            undo = []
+            if self._tile:
+                from shardwise.engine.activations.tiled import tile_modules
+
+                undo = tile_modules(self._task.model, tile=self._tile, verifies=False)
+            try:
+                return trace_task(self._task, name=self.reference, ways=ways, kernels=self._kernels)
+            finally:
+                for one in reversed(undo):
+                    one()
 
 
 @contextmanager

@@ -11,10 +11,12 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from whole import whole
 
 from shardwise.comm.absent import absent_group
+from shardwise.engine.activations.tiled import tile_modules
 from shardwise.engines import prepare
 from shardwise.models.shapes import GPTShape, LlamaShape, ResNetShape, Shape, ViTShape
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
+from shardwise.plan.patterns import Patterns
 from shardwise.plan.placement import STRATEGIES
 from shardwise.planner import MemoryEstimate, estimate
 from shardwise.spec import ModelSpec
@@ -65,9 +67,10 @@ def task_of(name: str, *, device: str) -> Task:
 
 
 @cache
-def spec_of(name: str, precision: str, recompute: str) -> ModelSpec:
+def spec_of(name: str, precision: str, recompute: str, tile: Patterns[int]) -> ModelSpec:
     """Traced as it is, and as it is recomputed."""
     task = task_of(name, device="meta")
+    tile_modules(task.model, tile=tile, verifies=False)
     ways = [Way(computes_in=precision, recompute=how, device="cpu") for how in dict.fromkeys(("none", recompute))]
     return trace_model(task.model, loss=task.loss, make_batch=task.make_batch, name=name, ways=ways)
 
@@ -88,7 +91,7 @@ def check(name: str, plans: list[Plan], *, num_ranks: int) -> None:
 
 def predict(name: str, plan: Plan, *, num_ranks: int) -> MemoryEstimate:
     return estimate(
-        spec_of(name, plan.precision, plan.recompute),
+        spec_of(name, plan.precision, plan.recompute, Patterns(plan.tile)),
         plan=plan,
         num_ranks=num_ranks,
         batch=SHAPES[name][1],
@@ -132,6 +135,12 @@ def test_in_bf16_too() -> None:
 def test_and_with_recomputation(name: str, recompute: str) -> None:
     plans = [Plan(strategy=strategy, recompute=recompute) for strategy in ("ddp", "fsdp")]
     check(name, plans, num_ranks=2)
+
+
+def test_and_of_modules_in_tiles() -> None:
+    tile = {"*.feed_forward": 8}
+    plans = [Plan(strategy="ddp", tile=tile), *(Plan(tile=tile, recompute=how) for how in ("none", "full"))]
+    check("gpt", plans, num_ranks=2)
 
 
 def test_and_where_units_differ() -> None:

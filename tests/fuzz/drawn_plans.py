@@ -41,11 +41,11 @@ VALUES: dict[str, list[Any]] = {
 SHARES = {"compile": 0.004, "precision": 0.2, "reduce_dtype": 0.2}
 _USUAL_SHARE = 0.3
 # Keys that change what is computed: results are compared with a ddp job of the same precision, not with one process.
-NARROW = ("precision", "reduce_dtype", "keep_fp32")
+NARROW = ("precision", "reduce_dtype", "keep_fp32", "tile")
 # Strategies under which states can be offloaded: replicated gradients stay on the device.
 _OFFLOADED = {name for name, placement in STRATEGIES.items() if placement.grads is SHARDED}
 # Keys whose values depend on the model or the number of ranks.
-DRAWN_HERE = ("overrides", "recompute_overrides", "keep_fp32", "owned", "mesh", "uncaptured")
+DRAWN_HERE = ("overrides", "recompute_overrides", "keep_fp32", "owned", "mesh", "uncaptured", "tile")
 _OWNED = "*.weight"
 
 
@@ -73,6 +73,8 @@ def draw_plan(
         plan["owned"] = [_OWNED]
     if random.random() < 0.1:
         plan["uncaptured"] = [random.choice(patterns)]
+    if random.random() < 0.05:
+        plan["tile"] = {f"{random.choice(patterns)}.up": random.choice([1, 2])}
     if "precision" in plan and random.random() < 0.5:
         plan["keep_fp32"] = [random.choice(["first", *patterns])]
     if any(name in plan for name in NARROW):
@@ -103,6 +105,9 @@ def as_plan(keys: dict[str, Any], *, model: nn.Module) -> Plan:
         found[key] = {name: value for name, value in given.items() if name not in unmatched(given, names)}
     if "uncaptured" in keys:
         found["uncaptured"] = [name for name in keys["uncaptured"] if name not in unmatched([name], names)]
+    if "tile" in keys:
+        modules = [name for name, _ in model.named_modules()]
+        found["tile"] = {name: value for name, value in keys["tile"].items() if name in modules}
     if "mesh" in keys:
         found["mesh"] = Mesh(replicate=keys["mesh"][0], shard=keys["mesh"][1])
     return Plan(**found)

@@ -31,6 +31,7 @@ _plans = st.builds(
     compile=st.sampled_from(["none", "inductor", "aot_eager", "auto"]),
     capture=st.sampled_from(["auto", "off", False]),
     uncaptured=st.lists(patterns, max_size=2),
+    tile=st.dictionaries(patterns, st.integers(1, 2**20), max_size=2),
     engine=st.sampled_from(["shardwise", "torch"]),
     collectives=st.just("backend"),
 )
@@ -77,6 +78,9 @@ _MISTAKES: list[tuple[str, str]] = [
     ("recompute_overrides", '{"blocks.0" = "some"}'),
     ("recompute_overrides", '{"" = "full"}'),
     ("capture", "1"),
+    ("tile", "8192"),
+    ("tile", '{"*.mlp" = 0}'),
+    ("tile", '{"*.mlp" = "8192"}'),
     ("uncaptured", '"blocks.0"'),
     ("uncaptured", '["blocks.0"]\ncapture = "on"'),
     ("engine", '"deepspeed"'),

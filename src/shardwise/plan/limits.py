@@ -291,6 +291,7 @@ LIMITS: Mapping[str, EngineLimits] = MappingProxyType(
                     "torch.utils.checkpoint.checkpoint(…, use_reentrant=False) in the model",
                 ),
                 Setting(key="recompute_overrides", plain=Patterns()),
+                Setting(key="tile", plain=Patterns()),
                 Setting(key="keep_fp32", plain=()),
                 Setting(key="uncaptured", plain=()),
                 Setting(key="accumulate_reduced", plain=False),

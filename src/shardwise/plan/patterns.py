@@ -2,20 +2,22 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeVar
 
 from shardwise.files.form import Form, each, table, text
 
+Value = TypeVar("Value")
 
-class Patterns(Mapping[str, str]):
+
+class Patterns(Mapping[str, Value]):
     """Name patterns (`blocks.0`, `blocks.*`) and their values; ordered, frozen, hashable. A later pattern wins."""
 
     __slots__ = ("_items",)
 
-    def __init__(self, items: Mapping[str, str] | None = None) -> None:
-        self._items = tuple((items or {}).items())
+    def __init__(self, items: Mapping[str, Value] | None = None) -> None:
+        self._items: tuple[tuple[str, Value], ...] = tuple((items or {}).items())
 
-    def __getitem__(self, pattern: str) -> str:
+    def __getitem__(self, pattern: str) -> Value:
         return dict(self._items)[pattern]
 
     def __iter__(self) -> Iterator[str]:
@@ -34,7 +36,7 @@ class Patterns(Mapping[str, str]):
     def __repr__(self) -> str:
         return repr(dict(self._items))
 
-    def find(self, name: str, *, default: str) -> str:
+    def find(self, name: str, *, default: Value) -> Value:
         """Return the value of the last pattern that matches."""
         matching = [value for pattern, value in self._items if fnmatchcase(name, pattern)]
         return matching[-1] if matching else default
@@ -49,16 +51,16 @@ def pattern_list(of: str) -> Form:
     return each(_PATTERN, words=f"a list of {of}-name patterns")
 
 
-def pattern_table(form: Form) -> Form:
-    """The form of unit-name patterns and their values, as `Patterns`."""
+def pattern_table(form: Form, *, of: str = "unit") -> Form:
+    """The form of name patterns (`of`: unit, module) and their values, as `Patterns`."""
     values = table(form)
 
-    def read(value: Mapping[Any, Any], path: str) -> Patterns:
+    def read(value: Mapping[Any, Any], path: str) -> Patterns[Any]:
         for pattern in value:
             _PATTERN(pattern, path)
         return Patterns(values.read(value, path))
 
-    return Form(words="a table of unit-name patterns", fits=values.fits, read=read)
+    return Form(words=f"a table of {of}-name patterns", fits=values.fits, read=read)
 
 
 def unmatched(patterns: Iterable[str], names: Iterable[str]) -> list[str]:

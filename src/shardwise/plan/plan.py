@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from shardwise.errors import InvalidPlan, ShardwiseError
 from shardwise.files.atomic import atomic_write
-from shardwise.files.form import Form, one_of, refusing
+from shardwise.files.form import Form, one_of, refusing, whole
 from shardwise.files.keys import check_keys, documented, key, to_table, values_of
 from shardwise.files.toml_file import read_toml
 from shardwise.plan.limits import LIMITS, check_settings
@@ -73,6 +73,12 @@ class Plan:
         Patterns(),
         "recompute of the units that a pattern matches; a later pattern wins",
         form=pattern_table(one_of(_RECOMPUTES)),
+    )
+    tile: Mapping[str, int] = key(
+        Patterns(),
+        "modules (`*.mlp`) that act on each token by itself, computed in tiles of so many tokens, and again in "
+        "backward: long sequences in less memory. A later pattern wins",
+        form=pattern_table(whole(least=1), of="module"),
     )
     offload_activations: bool = key(False, "tensors that a unit saves for backward wait in host memory")
     offload_states: bool = key(

@@ -8,7 +8,7 @@ that an edit in place changes the key. This is sound for models of this package 
 
 import json
 import platform
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,6 +39,7 @@ def spec_key(
     kernels: str,
     ways: Collection[tuple[str, str]],
     adaptation: Adaptation | None = None,
+    tile: Mapping[str, int] | None = None,
     of_transformers: bool = False,
 ) -> str | None:
     """Return the cache key of a MODEL's spec; None if its dependencies are unknown.
@@ -53,7 +54,7 @@ def spec_key(
         return None
     libraries = _LIBRARIES["hf" if of_transformers else kind] if colon or of_transformers else ()
     packages = ("shardwise", "torch", *libraries)
-    asked = [reference, seq, image, kernels, sorted(ways), config, repr(adaptation)]
+    asked = [reference, seq, image, kernels, sorted(ways), config, repr(adaptation), dict(tile or {})]
     return json.dumps([asked, platform.python_version(), platform.machine(), *map(_fingerprint, packages)])
 
 

@@ -50,8 +50,7 @@ def recompute_unit(module: nn.Module, *, mode: str, pack: Callable[[Tensor], Sav
         distinct = {id(leaf): leaf for leaf in leaves}
         numbers = {key: number for number, key in enumerate(distinct)}
         call = _Call(unit, inputs, options, tree=tree, places=[numbers[id(leaf)] for leaf in leaves])
-        saves_random = not _nesting.draws_nothing
-        return checkpoint(call, *distinct.values(), use_reentrant=False, preserve_rng_state=saves_random)
+        return checkpoint(call, *distinct.values(), use_reentrant=False, preserve_rng_state=not draws_nothing())
 
     return replace_forward(module, forward)
 
@@ -87,6 +86,11 @@ def without_random_numbers() -> Iterator[None]:
         yield
     finally:
         _nesting.draws_nothing = False
+
+
+def draws_nothing() -> bool:
+    """Return whether forwards draw no random numbers, so that their state need not be saved."""
+    return _nesting.draws_nothing
 
 
 def is_recomputed() -> bool:

@@ -6,6 +6,9 @@ last product. The number of products that it needs is learned, and later ones ar
 after all, or was modified, is computed again.
 """
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -44,6 +47,25 @@ def written_arguments(operation: Any) -> tuple[int, ...]:
         return ()
     arguments = enumerate(operation._schema.arguments)
     return tuple(at for at, argument in arguments if argument.alias_info is not None and argument.alias_info.is_write)
+
+
+class _Keeping(threading.local):
+    """Whether any products are kept; per thread, because backward recomputes on other threads."""
+
+    any = True
+
+
+_keeping = _Keeping()
+
+
+@contextmanager
+def keeping_no_products() -> Iterator[None]:
+    """Compute the products of this block in every recomputation."""
+    outer, _keeping.any = _keeping.any, False
+    try:
+        yield
+    finally:
+        _keeping.any = outer
 
 
 class Products:
@@ -91,7 +113,7 @@ class Keep(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outputs = func(*args, **kwargs) if kwargs else func(*args)
         for index in written_arguments(func):
             self._drop_written(args[index] if index < len(args) else None)
-        if is_product(func):
+        if _keeping.any and is_product(func):
             most = self.unit.num_needed
             if most is None or len(self.products) < most:
                 self._keep(func, args, kwargs or {}, outputs)
@@ -132,7 +154,7 @@ class Give(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.last_backward = not torch._C._autograd._get_current_graph_task_keep_graph()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        product = self._next(func) if is_product(func) else None
+        product = self._next(func) if _keeping.any and is_product(func) else None
         if product is None:
             return func(*args, **kwargs) if kwargs else func(*args)
         if product.random_state is not None:

@@ -1,4 +1,4 @@
-"""Wraps the forward of each unit as the plan says: compile, recompute, offload."""
+"""Wraps the forward of each unit as the plan says: tiles, compile, recompute, offload."""
 
 from collections.abc import Callable, Mapping
 
@@ -9,9 +9,12 @@ from shardwise.engine.activations.compiled_units import compile_units
 from shardwise.engine.activations.offload import ActivationOffload, offload_unit
 from shardwise.engine.activations.recompute import recompute_unit
 from shardwise.engine.activations.saved import Kept
+from shardwise.engine.activations.tiled import tile_modules
+from shardwise.engine.core.precision import torch_dtype
 from shardwise.engine.core.unit import Unit
 from shardwise.plan import Plan
 from shardwise.spec import ROOT
+from shardwise.vocabulary.dtypes import PRECISIONS
 
 
 def wrap_units(
@@ -19,7 +22,10 @@ def wrap_units(
 ) -> list[Callable[[], None]]:
     """Wrap each unit's forward as the plan says; return the functions that undo it, to be called in reverse order."""
     undo: list[Callable[[], None]] = []
-    # Innermost: a recomputation runs the compiled code again.
+    dtype = torch_dtype(PRECISIONS[plan.reduce_dtype])
+    # Innermost, because they are parts of units.
+    undo += tile_modules(model, tile=plan.tile, units=units, dtype=dtype)
+    # Inside of recomputation: a recomputation runs the compiled code again.
     undo += compile_units({name: unit.module for name, unit in units.items()}, plan=plan)
     offload = ActivationOffload(model, device=device) if plan.offload_activations else None
     for name, unit in units.items():

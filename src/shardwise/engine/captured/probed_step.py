@@ -104,10 +104,10 @@ class ProbedStep:
 
     def _random_recompute(self, offset: int) -> str:
         plan, units = self._engine.plan, self._engine.core.units
-        recomputes = any(plan.recompute_of(name) != "none" for name in units)
+        recomputes = bool(plan.tile) or any(plan.recompute_of(name) != "none" for name in units)
         if not recomputes or self._device.random_offset() == offset:
             return ""
-        return "a captured recomputation cannot draw the same random numbers again (recompute with dropout)"
+        return "a captured recomputation cannot draw the same random numbers again (recompute or tile with dropout)"
 
 
 def _advanced(before: tuple[Any, ...]) -> str:

@@ -96,8 +96,8 @@ class UnitGraphs:
         units = list(core.units.values())
         for unit in units:
             if unit.name != ROOT and unit.flats and core.plan.may_capture(unit.name):
-                recompute = core.plan.recompute_of(unit.name)
-                watched = WatchedUnit(unit, units=units, recompute=recompute, device=core.setting.device)
+                parts = core.plan.recompute_of(unit.name) == "selective" or bool(core.plan.tile)
+                watched = WatchedUnit(unit, units=units, recomputes_parts=parts, device=core.setting.device)
                 if not watched.why_not:
                     self.watched.append(watched)
                     undo.append(replace_forward(unit.module, partial(self._call, watched)))

@@ -50,14 +50,14 @@ class UnitKey:
 class WatchedUnit:
     """A unit whose calls may be replayed. `why_not`: the reason why they are not, in one line; "" if there is none."""
 
-    def __init__(self, unit: Unit, *, units: Sequence[Unit], recompute: str, device: torch.device) -> None:
+    def __init__(self, unit: Unit, *, units: Sequence[Unit], recomputes_parts: bool, device: torch.device) -> None:
         self.unit = unit
         self.name = unit.name
         self.module = unit.module
         self.forward: Callable[..., Any] = unit.module.forward
         self.device = device
         self._units = units
-        self._recompute = recompute
+        self._recomputes_parts = recomputes_parts
         self.renew()
 
     def renew(self) -> None:
@@ -158,8 +158,8 @@ class WatchedUnit:
             "it draws random numbers on the CPU" if graphs.host_generators() != drawn else "",
             f"{changed} changes in Python in each call" if changed else "",
             f"it writes into {on_host[0]}, which is in host memory" if on_host else "",
-            "a selective recomputation does not draw all random numbers again"
-            if self._recompute == "selective" and graphs.random_state() != random_state
+            "a recomputation of parts of it does not draw all random numbers again"
+            if self._recomputes_parts and graphs.random_state() != random_state
             else "",
             "it communicates" if _num_collectives() != issued else "",
             "it writes into its inputs" if [tensor._version for tensor in tensors] != given else "",

@@ -1,0 +1,148 @@
+"""Modules in tiles along the sequence: the results of the same modules without."""
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+
+import shardwise
+from shardwise.errors import InvalidModel, InvalidPlan
+from shardwise.plan import Plan
+
+WIDTH, LENGTH = 8, 21
+
+
+class Mlp(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.dropout(nn.functional.gelu(self.up(x))))
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.mlp = Mlp(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mix(x.mean(-2, keepdim=True))
+        return x + self.mlp(x)
+
+
+class Model(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def trained(rank: int, options: dict[str, Any], *, dtype: torch.dtype = torch.float32, dropout: float = 0.0) -> Any:
+    model = Model(dropout).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    precision = "native" if dtype == torch.float64 else "fp32"
+    shardwise.prepare(model, optimizer, Plan(**{"precision": precision, **options}))
+    torch.manual_seed(3 + rank)
+    losses = []
+    for step in range(4):
+        x = torch.randn(2, LENGTH, WIDTH, dtype=dtype, generator=torch.Generator().manual_seed(10 * step + rank))
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses, shardwise.full_state_dict(model)["model"]
+
+
+def tiled_and_not(rank: int, strategy: str) -> float:
+    (_, without), (_, tiled) = (
+        trained(rank, {"strategy": strategy, "tile": tile}, dtype=torch.float64) for tile in ({}, {"*.mlp": 4})
+    )
+    return max(float((without[name] - tiled[name]).abs().max()) for name in without)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_tiled_module_trains_what_it_does_without_tiles(strategy: str) -> None:
+    assert max(run_ranks(tiled_and_not, num_ranks=2, args=(strategy,))) < 1e-12
+
+
+PLANS = [
+    {"strategy": "zero2"},
+    {"strategy": "fsdp"},
+    {"strategy": "fsdp", "recompute": "full"},
+    {"strategy": "fsdp", "recompute": "selective"},
+    {"strategy": "fsdp", "offload_activations": True},
+    {"strategy": "shard_grad_op", "precision": "fp32", "compile": "aot_eager"},
+]
+
+
+def same_under_all_plans(rank: int) -> list[str]:
+    """Return the plans under which something differs from ddp, with dropout in the tiles."""
+    tile = {"*.mlp": 4}
+    losses, values = trained(rank, {"strategy": "ddp", "tile": tile}, dropout=0.2)
+    differing = []
+    for plan in PLANS:
+        other_losses, other_values = trained(rank, {**plan, "tile": tile}, dropout=0.2)
+        same = all(map(torch.equal, losses, other_losses))
+        if not same or not all(torch.equal(values[name], other_values[name]) for name in values):
+            differing.append(str(plan))
+    return differing
+
+
+@pytest.mark.timeout(120)
+def test_every_plan_gives_the_bits_of_ddp_with_dropout_in_tiles() -> None:
+    assert run_ranks(same_under_all_plans, num_ranks=2) == [[], []]
+
+
+def in_bf16(rank: int) -> float:
+    """Return the largest error of a weight's gradient that was added up over many tiles, relative to its largest."""
+    x = torch.rand(1, 4096, WIDTH) + 1
+    found = []
+    for tile in ({}, {"0": 16}):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, 4)), nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        shardwise.prepare(model, optimizer, Plan(strategy="ddp", precision="bf16", tile=tile, units="none"))
+        model(x).sum().backward()
+        found.append(model[0][0].weight.grad.double())
+    return float((found[0] - found[1]).abs().max() / found[0].abs().max())
+
+
+def test_gradients_of_many_tiles_are_added_up_in_the_reduce_dtype() -> None:
+    # One rounding to bf16; 256 additions in bf16 would lose everything after the first few.
+    assert run_ranks(in_bf16, num_ranks=1)[0] < 2**-7
+
+
+def refused(rank: int, options: dict[str, Any]) -> str:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        shardwise.prepare(model, optimizer, Plan(**options))
+        model(torch.randn(2, LENGTH, WIDTH))
+    except (InvalidModel, InvalidPlan) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("tile", "line"),
+    [
+        ({"*.attention": 4}, "matches no module"),
+        ({"blocks": 4}, "contains the unit blocks.0"),
+        ({"blocks.0": 4}, "mixes tokens"),
+    ],
+)
+def test_a_module_that_cannot_be_tiled_is_an_error(tile: dict[str, int], line: str) -> None:
+    (said,) = run_ranks(refused, num_ranks=1, args=({"tile": tile},))
+    assert line in said
