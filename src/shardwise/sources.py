@@ -199,8 +199,9 @@ class Source:
                     adapt(self._task.model, self._adaptation, name=self.reference)
             undo = []
             if self._tile:
-                from shardwise.engine.activations.tiled import tile_modules
+                from shardwise.engine.activations.tiled import check_tiles, tile_modules
 
+                check_tiles(self._task.model, tile=self._tile, units=())
                 undo = tile_modules(self._task.model, tile=self._tile, verifies=False)
             try:
                 return trace_task(self._task, name=self.reference, ways=ways, kernels=self._kernels)

@@ -117,9 +117,9 @@ def _check_history(path: Path | None, *, device: str, strategies: Sequence[str])
 
 def _room_bytes(device: str) -> int:
     if device == "cpu":
-        from shardwise.profile.compare import host_room_bytes
+        from shardwise.hardware.host_memory import free_host_bytes
 
-        return host_room_bytes()
+        return free_host_bytes()
     import torch
 
     return torch.cuda.mem_get_info()[0]

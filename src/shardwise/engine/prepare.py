@@ -16,6 +16,7 @@ from shardwise.comm.collectives import BackendCollectives, Collectives
 from shardwise.comm.groups import mesh_groups
 from shardwise.comm.join import join_job
 from shardwise.comm.watch import check_watch_seconds, watch_over
+from shardwise.engine.activations.tiled import check_tiles
 from shardwise.engine.checked_plan import check_plan
 from shardwise.engine.core.assembly import make_core
 from shardwise.engine.core.core_setting import CoreSetting
@@ -31,6 +32,7 @@ from shardwise.engine.guards.resting_units import guard_units
 from shardwise.engine.guards.same_options import OptimizerOptions
 from shardwise.engine.guards.taken_apart import take_apart
 from shardwise.engine.last_issued import write_records_of
+from shardwise.engine.offload.host_room import check_host_room
 from shardwise.engine.offload.transfer import HostCopies
 from shardwise.engine.optimizer.any_step import watch_optimizers
 from shardwise.engine.optimizer.known import (
@@ -204,7 +206,9 @@ def _description(
     check_model(model, plan=plan)
     spec = model_spec(model, policy=plan.units)
     placements = check_plan(plan, spec=spec, mesh=mesh, device=device)
+    check_host_room(spec, plan=plan, placements=placements, mesh=mesh, device=device)
     check_kept(model, spec=spec, plan=plan)
+    check_tiles(model, tile=plan.tile, units=placements)
     for pattern in unmatched(plan.owned, (param.name for unit in spec.units for param in unit.params)):
         raise InvalidPlan(f"owned: {pattern} matches no parameter of the model")
     check_watch_seconds(watch_seconds)

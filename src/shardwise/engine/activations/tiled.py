@@ -32,33 +32,39 @@ def tile_modules(
     model: nn.Module,
     *,
     tile: Mapping[str, int],
-    units: Iterable[str] = (),
     dtype: torch.dtype = torch.float32,
     verifies: bool = True,
 ) -> list[Callable[[], None]]:
     """Let the modules that `tile` matches compute in tiles of so many tokens; return the functions that undo it.
 
-    units      their names; a module that contains one cannot be tiled
     dtype      in which gradients are added up
     verifies   refuse a module that mixes tokens; fake tensors cannot tell
     """
-    patterns = Patterns(tile)
-    names = [name for name, _ in model.named_modules() if name]
-    for pattern in unmatched(tile, names):
-        raise InvalidPlan(f"tile.{pattern} matches no module of the model")
     undo = []
-    for name in names:
-        tokens = patterns.find(name, default=0)
-        if not tokens:
-            continue
-        inner = next((unit for unit in units if unit.startswith(f"{name}.")), None)
-        if inner is not None:
-            raise InvalidPlan(f"tile: {name} contains the unit {inner}; tile modules inside of units, such as MLPs")
+    for name, tokens in _tiled_names(model, tile=tile):
         module = model.get_submodule(name)
         tiled = _TiledModule(module, name=name, tokens=tokens, dtype=dtype, verifies=verifies)
         # Compiled code would have to contain the loop over the tiles.
         undo.append(replace_forward(module, _disable_dynamo(functools.wraps(module.forward)(tiled))))
     return undo
+
+
+def check_tiles(model: nn.Module, *, tile: Mapping[str, int], units: Iterable[str]) -> None:
+    """Refuse patterns that name nothing, and modules that contain a unit."""
+    names = [name for name, _ in model.named_modules() if name]
+    for pattern in unmatched(tile, names):
+        raise InvalidPlan(f"tile.{pattern} matches no module of the model")
+    for name, _ in _tiled_names(model, tile=tile):
+        inner = next((unit for unit in units if unit.startswith(f"{name}.")), None)
+        if inner is not None:
+            raise InvalidPlan(f"tile: {name} contains the unit {inner}; tile modules inside of units, such as MLPs")
+
+
+def _tiled_names(model: nn.Module, *, tile: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Return the names of the modules that compute in tiles, and the size of their tiles."""
+    patterns = Patterns(tile)
+    found = [(name, patterns.find(name, default=0)) for name, _ in model.named_modules() if name]
+    return [(name, tokens) for name, tokens in found if tokens]
 
 
 class _TiledModule:
