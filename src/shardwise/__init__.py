@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from shardwise.engines import mean_count as mean_count
     from shardwise.engines import prepare as prepare
     from shardwise.engines import replan as replan
+    from shardwise.engines import summary as summary
     from shardwise.engines import weight_stream as weight_stream
     from shardwise.engines import whole as whole
     from shardwise.errors import ShardwiseError as ShardwiseError
