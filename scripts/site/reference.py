@@ -10,6 +10,7 @@ import typer
 
 import shardwise
 from shardwise.cli.app import app
+from shardwise.cli.help_pages import COMMANDS
 
 _ROW = re.compile(r"(?P<name>\S(?: ?\S)*) {2,}(?P<text>\S.*)")
 # Longer signatures have one argument per line.
@@ -148,7 +149,7 @@ def command_line_page() -> str:
         "",
         "Every command and option of `shardwise`, as `--help` describes them. A command exits with 0; with 1 if it ran "
         "and the answer is no (nothing fits, findings, trainings that differ); with 2 after a mistake in what was "
-        "asked, which is told in one line.",
+        "asked, with one line that says what is wrong.",
         "",
     ]
     for command in _commands(group, path="shardwise"):
@@ -170,6 +171,9 @@ def _command(command: Any, *, path: str) -> Iterator[str]:
     if not hasattr(command, "commands"):
         yield from ("```text", " ".join([path, "[OPTIONS]", *_arguments(command)]), "```", "")
     yield from docstring(inspect.cleandoc(command.help or ""))
+    example = next((group[command.name] for group in COMMANDS.values() if command.name in group), "")
+    if example and path.count(" ") == 1:
+        yield from ("```text", example, "```", "")
     shown = [one for one in command.params if not getattr(one, "hidden", False)]
     if shown:
         yield from ("| | | default |", "|---|---|---|")

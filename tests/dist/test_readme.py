@@ -88,7 +88,11 @@ def test_the_numbers_of_the_first_table_are_in_the_results() -> None:
     for engine in ("shardwise", "torch"):
         assert f"{cases[engine, 'ddp']['allocated_bytes'][0] / 2**30:.1f} GiB" in memory
     scenarios = (README.parent / "docs" / "scenarios.md").read_text()
-    counts = {line.split("|")[1].strip(" `"): line.split("|")[-2].strip() for line in scenarios.splitlines()[:40] if "|" in line}
+    counts = {
+        line.split("|")[1].strip(" `"): line.split("|")[-2].strip()
+        for line in scenarios.splitlines()[:40]
+        if "|" in line
+    }
     assert [counts[name] for name in ("ddp", "zero1", "zero2", "fsdp")] == ["0"] * 4
     assert f"DDP {counts['torch DDP']}, FSDP2 (`fully_shard`) {counts['fully_shard']}" in wrong
     assert "median error 0.03%, largest 1.6%" in plan

@@ -11,7 +11,9 @@ from shardwise.hardware.prices import prices
 MAKEFILE = (Path(__file__).parents[2] / "Makefile").read_text()
 
 
-def test_the_first_command_of_the_demo_recommends_a_plan_and_says_what_it_costs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_command_of_the_demo_recommends_a_plan_and_says_what_it_costs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     (price,) = re.findall(r"^DEMO_PRICE \?= (.*)$", MAKEFILE, flags=re.MULTILINE)
     assert float(price) == prices(())["h100-80gb"].per_gpu_hour
     recipe = MAKEFILE.partition("\ndemo:")[2].partition("\n\n")[0]
