@@ -133,8 +133,8 @@ wheel: setup
 	@$(BIN)/python -m build --no-isolation --outdir dist . > /dev/null
 	@$(BIN)/python -m twine check --strict dist/*
 
-# Predicts again all that docs/planner.md says, and writes it there. PUBLISHED is a folder of tables that others
-# published (benchmarks/published.py reads them).
+# Predicts again all that docs/planner.md and docs/measured-planner.md say, and writes it there. PUBLISHED is a folder
+# of tables that others published (benchmarks/published.py reads them).
 planner-docs: setup
 	@$(BIN)/python benchmarks/planner_docs.py --published $(PUBLISHED) $(ARGS)
 

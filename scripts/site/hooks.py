@@ -19,7 +19,7 @@ from mkdocs.structure.pages import Page
 sys.path.insert(0, str(Path(__file__).parent))
 
 from planner_file import URI, planner_file
-from reference import command_line_page, python_page
+from reference import command_line_page, config_page, python_page
 
 ROOT = Path(__file__).parents[2]
 # Markdown outside of docs/ → its page.
@@ -35,6 +35,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, uri, content=linked((ROOT / source).read_text(), folder="", uri=uri)))
     files.append(File.generated(config, "reference/python.md", content=python_page()))
     files.append(File.generated(config, "reference/command-line.md", content=command_line_page()))
+    files.append(File.generated(config, "reference/config.md", content=config_page()))
     files.append(File.generated(config, URI, abs_src_path=str(planner_file())))
     for path in outside_paths():
         if path.suffix == ".json":

@@ -11,6 +11,8 @@ import typer
 import shardwise
 from shardwise.cli.app import app
 from shardwise.cli.help_pages import COMMANDS
+from shardwise.files.keys import reference as key_reference
+from shardwise.train.config import SECTIONS
 
 _ROW = re.compile(r"(?P<name>\S(?: ?\S)*) {2,}(?P<text>\S.*)")
 # Longer signatures have one argument per line.
@@ -136,6 +138,25 @@ def _rows(lines: list[str]) -> Iterator[str]:
 def cell(text: str) -> str:
     """Text in a table, in which a bar would end it."""
     return text.replace("|", "\\|")
+
+
+# The config
+
+
+def config_page() -> str:
+    """Every key of a config of `shardwise train`, by section."""
+    lines = [
+        "# Config reference",
+        "",
+        "Every key of CONFIG.toml for [`shardwise train`](../train.md), as `shardwise train --keys` prints them. "
+        "The keys of `[plan]` are also the fields of [`Plan`](python.md#plan) and the keys of a plan file. – means left out.",
+        "",
+    ]
+    for name, section in SECTIONS.items():
+        lines += [f"## [{name}]", "", "| key | default | |", "|---|---|---|"]
+        lines += [f"| `{key}` | {cell(default)} | {cell(what)} |" for key, default, what in key_reference(section)]
+        lines.append("")
+    return "\n".join(lines)
 
 
 # The command line

@@ -14,9 +14,11 @@ import yaml
 import shardwise
 from shardwise.cli import plan_page
 from shardwise.cli.app import app
+from shardwise.files.keys import reference
+from shardwise.train.config import SECTIONS
 
 ROOT = Path(__file__).parents[2]
-REFERENCE = {"reference/python.md", "reference/command-line.md"}
+REFERENCE = {"reference/python.md", "reference/command-line.md", "reference/config.md"}
 GENERATED = {"index.md", "contributing.md", "changes.md", "planner-page.html", *REFERENCE}
 MODULES = ("pictures", "frontier_picture", "reference", "planner_file")
 
@@ -56,6 +58,14 @@ def test_the_reference_has_every_option_of_every_command(site: dict[str, ModuleT
         section = page.partition(f"\n## shardwise {name}\n")[2]
         for option in (option for one in command.params for option in one.opts if option.startswith("--")):
             assert f"`{option}`" in section, f"shardwise {name} {option}"
+
+
+def test_the_reference_has_every_key_of_a_config(site: dict[str, ModuleType]) -> None:
+    page = site["reference"].config_page()
+    for name, section in SECTIONS.items():
+        rows = page.partition(f"\n## [{name}]\n")[2].partition("\n## ")[0]
+        for key, default, _ in reference(section):
+            assert f"| `{key}` | {default} |" in rows, f"[{name}] {key}"
 
 
 def test_names_with_their_meaning_become_a_table(site: dict[str, ModuleType]) -> None:
