@@ -13,7 +13,7 @@ BARE := $(VENV)/.bare-$(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
 READY := $(VENV)/.ready-$(shell echo '$(TORCH) $(EXTRAS)' | cksum | cut -d' ' -f1)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt '$(TORCH)'
 
-.PHONY: setup demo wheel compiled test test-unit test-jobs test-ranks test-gpu test-gpu-1 test-gpu-2 fuzz slurm-test reliability chaos chaos-long check format bench docs docs-pages planner-docs clean
+.PHONY: setup demo wheel compiled test test-unit test-jobs test-ranks test-gpu test-gpu-1 test-gpu-2 fuzz slurm-test reliability chaos chaos-long check format bench docs docs-serve docs-pages planner-docs clean
 
 setup: $(READY)
 
@@ -116,7 +116,13 @@ check: setup
 # The documentation site, into build/site. A link or an anchor that leads nowhere is an error.
 docs: setup
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
-	@echo 'build/site/index.html'
+	@echo 'build/site/index.html (search needs a server: make docs-serve)'
+
+# The site on this machine, with its search, which a browser does not allow in pages opened from files.
+DOCS_PORT ?= 8000
+docs-serve: docs
+	@echo 'http://127.0.0.1:$(DOCS_PORT)/'
+	@$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site $(DOCS_PORT) > /dev/null
 
 # Pages and pictures that are written by a command; tests compare them with what it would write now.
 docs-pages: setup

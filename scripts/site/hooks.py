@@ -46,7 +46,8 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links that leave docs/ lead to the page of what they name."""
+    """Links that leave docs/ lead to the page of what they name. How-to pages come first in a search."""
+    page.meta.setdefault("search", {})["boost"] = search_boost(page)
     in_docs = (ROOT / "docs" / page.file.src_uri).is_file()
     return linked(markdown, folder="docs", uri=page.file.src_uri) if in_docs else markdown
 
@@ -59,6 +60,12 @@ def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files
         return svg[svg.index("<svg") :]
 
     return _PICTURE.sub(inlined, html)
+
+
+def search_boost(page: Page) -> float:
+    """Return how much a page counts in a search: less if it is in the reference or among the measurements."""
+    sections = [ancestor.title for ancestor in page.ancestors]
+    return 0.05 if "Measurements" in sections or "Reference" in sections else 1.0
 
 
 def linked(markdown: str, *, folder: str, uri: str) -> str:

@@ -149,7 +149,8 @@ def config_page() -> str:
         "# Config reference",
         "",
         "Every key of CONFIG.toml for [`shardwise train`](../train.md), as `shardwise train --keys` prints them. "
-        "The keys of `[plan]` are also the fields of [`Plan`](python.md#plan) and the keys of a plan file. – means left out.",
+        "The keys of `[plan]` are also the fields of [`Plan`](python.md#plan) and the keys of a plan file. "
+        "– means left out.",
         "",
     ]
     for name, section in SECTIONS.items():
