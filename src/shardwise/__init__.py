@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from shardwise.pretrained.pretrained import from_pretrained as from_pretrained
     from shardwise.pretrained.pretrained import save_pretrained as save_pretrained
     from shardwise.recovery.protect import protect as protect
+    from shardwise.report.predictions import predict as predict
     from shardwise.spec import ModelSpec as ModelSpec
     from shardwise.spec import TensorSpec as TensorSpec
     from shardwise.spec import UnitSpec as UnitSpec
