@@ -199,7 +199,7 @@ class AutoSection(ConfigSection):
         "throughput", "the fastest plan, or the one with the smallest peak", choices=("throughput", "memory")
     )
     probe: bool = key(
-        True, "rehearse a step before training: if it needs more memory than was predicted, solve with a smaller budget"
+        True, "try a step before training: if it needs more memory than was predicted, solve with a smaller budget"
     )
 
     @property

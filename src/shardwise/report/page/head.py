@@ -17,7 +17,7 @@ _TILES = {
     "peak per rank": "Peak memory per rank",
     "exposed communication": "Exposed communication",
     "sent per rank per step": "Sent per rank per step",
-    "first step after": "First step after",
+    "first step after": "Time to first step",
 }
 """Column of the table → title of the tile."""
 
