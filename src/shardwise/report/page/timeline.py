@@ -11,7 +11,7 @@ from shardwise.bench.results import Bench
 from shardwise.report.page.bars import key
 from shardwise.report.page.lanes import VERBS, busy_seconds, exposed_gaps, kind_of, lane_chart, time_axis
 from shardwise.report.page.markup import Markup, element, numbers_below, table
-from shardwise.report.page.section import PageSection, exposed_text, section
+from shardwise.report.page.section import PageSection, section
 from shardwise.report.tape_spans import spans_of, tape_scale
 from shardwise.vocabulary.quantities import seconds_text
 from shardwise.vocabulary.span import Span
@@ -94,9 +94,9 @@ def _notes(found: Sequence[CaseTimeline]) -> list[str]:
             "until it had been waited for. Several at once count once in the table."
         )
         notes.append(
-            "Hatched: rank 0 computes nothing while something is being sent. It waits for the slowest rank too, and "
-            "for a core where ranks share cores. Exposed communication is less: the part of the step that goes away "
-            "without communication, measured over all ranks."
+            "Hatched: in this step rank 0 computes nothing while something is being sent; it waits for the slowest "
+            "rank too, and for a core where ranks share cores. Exposed communication is the time by which the median step "
+            "of all ranks is shorter without communication, so the two need not be equal."
         )
     if len(taped) < len(found):
         notes.append(
@@ -139,8 +139,7 @@ def _table(found: Sequence[CaseTimeline]) -> Markup:
             seconds_text(one.seconds),
             *(busy(one, kind) for kind in kinds),
             seconds_text(busy_seconds(exposed_gaps(one.spans))),
-            "predicted" if one.is_predicted else exposed_text(one.case),
         ]
         for one in found
     ]
-    return table(["case", "step time", *kinds, "waiting", "exposed communication"], rows)
+    return table(["case", "step time", *kinds, "waiting"], rows)
