@@ -133,11 +133,16 @@ format: setup
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-# The release: dist/shardwise-*.whl and the source archive, and whether an index would take them.
+# The release, ready to upload: dist/shardwise-*.whl and the source archive, whether an index would take them, whether
+# CHANGELOG.md has their version, and whether the wheel works in an empty environment of each Python (which needs a network).
+PYTHONS ?= 3.11 3.12 3.13
 wheel: setup
 	@rm -rf dist
 	@$(BIN)/python -m build --no-isolation --outdir dist . > /dev/null
 	@$(BIN)/python -m twine check --strict dist/*
+	@grep -q "^## $$($(BIN)/shardwise --version | cut -d' ' -f2)" CHANGELOG.md || { echo 'CHANGELOG.md has no section for this version'; exit 1; }
+	@$(BIN)/python scripts/try_wheel.py dist/*.whl --pythons $(PYTHONS) --constraints $(VENV)/constraints.txt
+	@echo 'Ready: $(BIN)/python -m twine upload dist/*'
 
 # Predicts again all that docs/planner.md and docs/measured-planner.md say, and writes it there. PUBLISHED is a folder
 # of tables that others published (benchmarks/published.py reads them).

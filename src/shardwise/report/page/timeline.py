@@ -95,8 +95,8 @@ def _notes(found: Sequence[CaseTimeline]) -> list[str]:
         )
         notes.append(
             "Hatched: in this step rank 0 computes nothing while something is being sent; it waits for the slowest "
-            "rank too, and for a core where ranks share cores. Exposed communication is the time by which the median step "
-            "of all ranks is shorter without communication, so the two need not be equal."
+            "rank too, and for a core where ranks share cores. Exposed communication is the time by which the median "
+            "step of all ranks is shorter without communication, so the two need not be equal."
         )
     if len(taped) < len(found):
         notes.append(
