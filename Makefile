@@ -13,7 +13,7 @@ BARE := $(VENV)/.bare-$(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
 READY := $(VENV)/.ready-$(shell echo '$(TORCH) $(EXTRAS)' | cksum | cut -d' ' -f1)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt '$(TORCH)'
 
-.PHONY: setup demo wheel compiled test test-unit test-jobs test-ranks test-gpu test-gpu-1 test-gpu-2 fuzz slurm-test reliability chaos chaos-long check format bench docs docs-pages planner-docs clean
+.PHONY: setup demo wheel compiled test test-unit test-jobs test-ranks test-gpu test-gpu-1 test-gpu-2 fuzz slurm-test reliability chaos chaos-long check format bench docs docs-serve docs-pages planner-docs clean
 
 setup: $(READY)
 
@@ -31,15 +31,23 @@ $(BARE): pyproject.toml constraints.txt
 	@echo '$(TORCH)' >> $(VENV)/constraints.txt
 	@echo 'Setting up $(VENV) ($(TORCH)) …'
 	@$(INSTALL) -e .
+	@$(BIN)/python -m compileall -q src
 	@touch $@
 
-# Plans a small GPT on 4 CPU ranks, trains it under every strategy, verifies that losses match, and writes a report.
+# An answer first: a real model on real GPUs, with its cost. Then the proof that fits on this machine: a small GPT is trained
+# on 4 CPU ranks at both ends and in the middle of the dial, its losses compared, its memory compared with the prediction.
+# DEMO_PRICE: dollars per GPU-hour, from src/shardwise/hardware/prices.toml, which has its source.
+DEMO_PRICE ?= 3.99
 demo: $(BARE)
-	@$(BIN)/shardwise plan gpt-tiny --cluster 4xcpu --seq 64 --micro-batch 2 --precision fp32
+	@echo '1. Before you rent a GPU: train Llama 3.1 8B on 2 billion tokens, on 8 H100 at $$$(DEMO_PRICE) per GPU-hour'
 	@echo
-	@$(BIN)/shardwise bench examples/demo.toml --ranks 4 --rounds 1 --steps 12 --warm-up 4 --out runs/demo --overwrite $(ARGS)
+	@$(BIN)/shardwise plan llama-3.1-8b --cluster 8xh100-80gb --tokens 2B --price $(DEMO_PRICE)
+	@echo
+	@echo '2. Is a prediction right? Train a small GPT here, on 4 CPU ranks, and compare (about a minute)'
+	@echo
+	@$(BIN)/shardwise bench examples/demo.toml --ranks 4 --strategy ddp,zero2,fsdp --rounds 1 --steps 12 --warm-up 4 --out runs/demo --overwrite $(ARGS)
 	@$(BIN)/shardwise report runs/demo
-	@echo 'Open it in a browser. Then plan a model of your own size: $(BIN)/shardwise plan llama-3.1-8b --cluster 8xh100-80gb'
+	@echo 'Open it in a browser. Next, which GPUs to rent: $(BIN)/shardwise rent llama-3.1-8b --tokens 2B --max-price 500'
 
 # Bytecode, also where PYTHONDONTWRITEBYTECODE is set: there each process that a test starts would compile all modules again.
 compiled: setup
@@ -108,7 +116,13 @@ check: setup
 # The documentation site, into build/site. A link or an anchor that leads nowhere is an error.
 docs: setup
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
-	@echo 'build/site/index.html'
+	@echo 'build/site/index.html (search needs a server: make docs-serve)'
+
+# The site on this machine, with its search, which a browser does not allow in pages opened from files.
+DOCS_PORT ?= 8000
+docs-serve: docs
+	@echo 'http://127.0.0.1:$(DOCS_PORT)/'
+	@$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site $(DOCS_PORT) > /dev/null
 
 # Pages and pictures that are written by a command; tests compare them with what it would write now.
 docs-pages: setup
@@ -119,14 +133,19 @@ format: setup
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-# The release: dist/shardwise-*.whl and the source archive, and whether an index would take them.
+# The release, ready to upload: dist/shardwise-*.whl and the source archive, whether an index would take them, whether
+# CHANGELOG.md has their version, and whether the wheel works in an empty environment of each Python (which needs a network).
+PYTHONS ?= 3.11 3.12 3.13
 wheel: setup
 	@rm -rf dist
 	@$(BIN)/python -m build --no-isolation --outdir dist . > /dev/null
 	@$(BIN)/python -m twine check --strict dist/*
+	@grep -q "^## $$($(BIN)/shardwise --version | cut -d' ' -f2)" CHANGELOG.md || { echo 'CHANGELOG.md has no section for this version'; exit 1; }
+	@$(BIN)/python scripts/try_wheel.py dist/*.whl --pythons $(PYTHONS) --constraints $(VENV)/constraints.txt
+	@echo 'Ready: $(BIN)/python -m twine upload dist/*'
 
-# Predicts again all that docs/planner.md says, and writes it there. PUBLISHED is a folder of tables that others
-# published (benchmarks/published.py reads them).
+# Predicts again all that docs/planner.md and docs/measured-planner.md say, and writes it there. PUBLISHED is a folder
+# of tables that others published (benchmarks/published.py reads them).
 planner-docs: setup
 	@$(BIN)/python benchmarks/planner_docs.py --published $(PUBLISHED) $(ARGS)
 

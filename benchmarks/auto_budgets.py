@@ -3,7 +3,7 @@
     python benchmarks/auto_budgets.py solve    plans.json     chooses the plans; needs no GPU
     python benchmarks/auto_budgets.py measure  plans.json     runs them; writes results/auto_budgets_h200.json
     … measure plans.json --kinds auto --append                some of them; the rows of the others stay
-    python benchmarks/auto_budgets.py table    FILE.json      the table of docs/auto.md, from what was measured
+    python benchmarks/auto_budgets.py table    FILE.json      the table of docs/measured-speed.md, as measured
 
 For each model the budget is 40, 60 and 80% of what it is predicted to need at a reference batch if nothing is
 recomputed. Within it run:

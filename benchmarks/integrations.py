@@ -3,8 +3,8 @@
 Every scenario of benchmarks/integration_rows is trained by the framework as it is, and then with Shardwise under `ddp`,
 `zero2` and `fsdp`. Losses, metrics and final weights are compared on both ranks: bit for bit, or within 1e-6 where
 gradients are clipped (frameworks sum a norm in fp32, Shardwise in float64). Writes
-benchmarks/results/integrations.json and the table in docs/integrations.md. The exit code is 1 if a row did not hold. A
-framework that is not installed is left out, and keeps the rows that it has.
+benchmarks/results/integrations.json and the table in docs/measured-integrations.md. The exit code is 1 if a row did not
+hold. A framework that is not installed is left out, and keeps the rows that it has.
 """
 
 import json
@@ -67,7 +67,7 @@ def _cell(distance: float | None) -> str:
 
 REPORT = Report(
     name="integrations",
-    page=ROOT / "docs" / "integrations.md",
+    page=ROOT / "docs" / "measured-integrations.md",
     section="integrations",
     text=section,
     order=list(GROUPS),

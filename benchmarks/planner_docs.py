@@ -1,4 +1,4 @@
-"""Every number of docs/planner.md, predicted again: one command.
+"""Every number of docs/planner.md and docs/measured-planner.md, predicted again: one command.
 
     python benchmarks/planner_docs.py --published DIR [--only SECTION …]
 
@@ -7,7 +7,7 @@ DIR holds the tables that others published; what was measured by us is in benchm
     <!-- section NAME -->
     <!-- end of NAME -->
 
-of the page stands what this command writes; all else is left as it is.
+of a page stands what this command writes; all else is left as it is.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from validate_time import (
     timed,
 )
 
-PAGE = ROOT / "docs" / "planner.md"
+PAGES = (ROOT / "docs" / "planner.md", ROOT / "docs" / "measured-planner.md")
 MEMORY = ROOT / "benchmarks" / "results" / "validate_memory_h200.json"
 EXAMPLE = ("llama-3.1-8b", "--cluster", "8xh100-80gb", "--recompute", "full")
 
@@ -197,7 +197,8 @@ def main() -> None:
     arguments = parser.parse_args()
     for name in arguments.only:
         text = SECTIONS[name](arguments.published)
-        PAGE.write_text(fill(PAGE.read_text(), {name: text}))
+        (page,) = [page for page in PAGES if f"<!-- section {name} -->" in page.read_text()]
+        page.write_text(fill(page.read_text(), {name: text}))
         print(f"{name}: {len(text.splitlines())} lines", flush=True)
 
 

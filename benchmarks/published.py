@@ -1,4 +1,6 @@
-"""Measured step times as rows: our own on one H200, and tables that others published (docs/planner.md names them).
+"""Measured step times as rows: our own on one H200, and tables that others published.
+
+docs/measured-planner.md names them.
 
 Each reader says what its table's trainings are taken for; published_llama.py holds those of Llama.
 """

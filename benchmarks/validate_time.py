@@ -3,8 +3,8 @@
     python benchmarks/validate_time.py [--published DIR] [--rows] [--left-out]
 
 Our own are in benchmarks/results/step_times_h200.json (step_times.py). DIR holds tables that others published
-(docs/planner.md says which, and how each row is read). Printed: errors by table and device, apart for rows that
-constants may be fitted to and for those that are held out (published_rows.py); how many are inside the band that
+(docs/measured-planner.md says which, and how each row is read). Printed: errors by table and device, apart for rows
+that constants may be fitted to and for those that are held out (published_rows.py); how many are inside the band that
 `shardwise plan` would print; rank correlations; what is said not to fit. No GPU is needed; some models are traced.
 """
 

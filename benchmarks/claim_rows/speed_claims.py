@@ -156,7 +156,7 @@ def between_the_two() -> Claim:
         source="Predicted: `shardwise plan MODEL --cluster CLUSTER --micro-batch N`. 'Faster' means a median lead over "
         f"the models of more than {PAIR_BAND:.0%}, the smallest difference that the planner can resolve on one "
         "cluster. Measured: ViT-Large on two ranks takes less with SHARD_GRAD_OP than with DDP "
-        "([table](accelerate.md#measured)).",
+        "([table](measured-speed.md#the-accelerate-pair)).",
         comment="SHARD_GRAD_OP saves one gather per unit. Over fast links that gather is hidden behind compute.",
     )
 

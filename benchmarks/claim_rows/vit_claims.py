@@ -53,7 +53,7 @@ def vit_large() -> Claim:
         "Measured: two NCCL ranks that share one H200 ([results](../benchmarks/results/accelerate_vit.json), "
         "`python benchmarks/accelerate_vit.py`); their speed is not that of two GPUs, so it is omitted.",
         comment="Parameters, optimizer state, DDP's buckets and autocast's copies explain a saving of 3.6 GB at any "
-        "batch ([account](accelerate.md#measured)).",
+        "batch ([account](measured-speed.md#the-accelerate-pair)).",
     )
 
 

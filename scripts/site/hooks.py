@@ -19,7 +19,7 @@ from mkdocs.structure.pages import Page
 sys.path.insert(0, str(Path(__file__).parent))
 
 from planner_file import URI, planner_file
-from reference import command_line_page, python_page
+from reference import command_line_page, config_page, python_page
 
 ROOT = Path(__file__).parents[2]
 # Markdown outside of docs/ → its page.
@@ -35,6 +35,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, uri, content=linked((ROOT / source).read_text(), folder="", uri=uri)))
     files.append(File.generated(config, "reference/python.md", content=python_page()))
     files.append(File.generated(config, "reference/command-line.md", content=command_line_page()))
+    files.append(File.generated(config, "reference/config.md", content=config_page()))
     files.append(File.generated(config, URI, abs_src_path=str(planner_file())))
     for path in outside_paths():
         if path.suffix == ".json":
@@ -45,7 +46,8 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links that leave docs/ lead to the page of what they name."""
+    """Links that leave docs/ lead to the page of what they name. How-to pages come first in a search."""
+    page.meta.setdefault("search", {})["boost"] = search_boost(page)
     in_docs = (ROOT / "docs" / page.file.src_uri).is_file()
     return linked(markdown, folder="docs", uri=page.file.src_uri) if in_docs else markdown
 
@@ -58,6 +60,12 @@ def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files
         return svg[svg.index("<svg") :]
 
     return _PICTURE.sub(inlined, html)
+
+
+def search_boost(page: Page) -> float:
+    """Return how much a page counts in a search: less if it is in the reference or among the measurements."""
+    sections = [ancestor.title for ancestor in page.ancestors]
+    return 0.05 if "Measurements" in sections or "Reference" in sections else 1.0
 
 
 def linked(markdown: str, *, folder: str, uri: str) -> str:

@@ -10,6 +10,9 @@ import typer
 
 import shardwise
 from shardwise.cli.app import app
+from shardwise.cli.help_pages import COMMANDS
+from shardwise.files.keys import reference as key_reference
+from shardwise.train.config import SECTIONS
 
 _ROW = re.compile(r"(?P<name>\S(?: ?\S)*) {2,}(?P<text>\S.*)")
 # Longer signatures have one argument per line.
@@ -137,6 +140,26 @@ def cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
+# The config
+
+
+def config_page() -> str:
+    """Every key of a config of `shardwise train`, by section."""
+    lines = [
+        "# Config reference",
+        "",
+        "Every key of CONFIG.toml for [`shardwise train`](../train.md), as `shardwise train --keys` prints them. "
+        "The keys of `[plan]` are also the fields of [`Plan`](python.md#plan) and the keys of a plan file. "
+        "– means left out.",
+        "",
+    ]
+    for name, section in SECTIONS.items():
+        lines += [f"## [{name}]", "", "| key | default | |", "|---|---|---|"]
+        lines += [f"| `{key}` | {cell(default)} | {cell(what)} |" for key, default, what in key_reference(section)]
+        lines.append("")
+    return "\n".join(lines)
+
+
 # The command line
 
 
@@ -148,7 +171,7 @@ def command_line_page() -> str:
         "",
         "Every command and option of `shardwise`, as `--help` describes them. A command exits with 0; with 1 if it ran "
         "and the answer is no (nothing fits, findings, trainings that differ); with 2 after a mistake in what was "
-        "asked, which is told in one line.",
+        "asked, with one line that says what is wrong.",
         "",
     ]
     for command in _commands(group, path="shardwise"):
@@ -170,6 +193,9 @@ def _command(command: Any, *, path: str) -> Iterator[str]:
     if not hasattr(command, "commands"):
         yield from ("```text", " ".join([path, "[OPTIONS]", *_arguments(command)]), "```", "")
     yield from docstring(inspect.cleandoc(command.help or ""))
+    example = next((group[command.name] for group in COMMANDS.values() if command.name in group), "")
+    if example and path.count(" ") == 1:
+        yield from ("```text", example, "```", "")
     shown = [one for one in command.params if not getattr(one, "hidden", False)]
     if shown:
         yield from ("| | | default |", "|---|---|---|")

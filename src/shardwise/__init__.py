@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from shardwise.engines import mean_count as mean_count
     from shardwise.engines import prepare as prepare
     from shardwise.engines import replan as replan
+    from shardwise.engines import summary as summary
     from shardwise.engines import weight_stream as weight_stream
     from shardwise.engines import whole as whole
     from shardwise.errors import ShardwiseError as ShardwiseError
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from shardwise.pretrained.pretrained import from_pretrained as from_pretrained
     from shardwise.pretrained.pretrained import save_pretrained as save_pretrained
     from shardwise.recovery.protect import protect as protect
+    from shardwise.report.predictions import predict as predict
     from shardwise.spec import ModelSpec as ModelSpec
     from shardwise.spec import TensorSpec as TensorSpec
     from shardwise.spec import UnitSpec as UnitSpec

@@ -271,5 +271,5 @@ for package, name in (("accelerate", "ShardwiseAccelerator"), ("lightning", "Sha
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ)
     )
     first, second = ended.stdout.splitlines()
-    assert first == "shardwise.integrations.ShardwiseAccelerator needs accelerate: pip install 'shardwise[hf]'"
-    assert second == "shardwise.integrations.ShardwiseStrategy needs lightning: pip install 'shardwise[peers]'"
+    assert first == "shardwise.integrations.ShardwiseAccelerator needs accelerate: pip install 'shardwise[accelerate]'"
+    assert second == "shardwise.integrations.ShardwiseStrategy needs lightning: pip install 'shardwise[lightning]'"

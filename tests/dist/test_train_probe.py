@@ -63,7 +63,7 @@ def probed(rank: int, asked: TrainConfig, num_bytes: int = 0, fails: bool = Fals
 
 def test_a_run_that_was_rehearsed_is_bit_for_bit_the_run_that_was_not(tmp_path: Path) -> None:
     said, _ = run_ranks(probed, num_ranks=2, args=(auto(tmp_path / "with"),))
-    assert said.count("Rehearsed: ") == 1
+    assert said.count("Tried: ") == 1
     assert "solved again" not in said
     plan = Plan.load(tmp_path / "with" / "plan.toml")
     run_ranks(trained, num_ranks=2, args=(asked_for(tmp_path / "without", plan.to_dict()),))
@@ -84,14 +84,14 @@ def test_without_the_probe_the_run_is_the_same(model: str, precision: str, tmp_p
             task={"model": reference(model)},
         )
         said, _ = run_ranks(probed, num_ranks=2, args=(asked,))
-        assert ("Rehearsed: " in said) is probe
+        assert ("Tried: " in said) is probe
     assert_same_end(tmp_path / "True", tmp_path / "False")
 
 
 def test_a_peak_above_the_prediction_on_one_rank_gives_all_ranks_the_same_smaller_plan(tmp_path: Path) -> None:
     folder = tmp_path / "one"
     said, _ = run_ranks(probed, num_ranks=2, args=(auto(folder, budget="350KiB"), 60_000))
-    rehearsed = [line for line in said.splitlines() if line.startswith("Rehearsed: ")]
+    rehearsed = [line for line in said.splitlines() if line.startswith("Tried: ")]
     assert len(rehearsed) == 2
     assert ": solved again for a budget of " in rehearsed[0]
     assert ": it is still the best plan for a budget of " in rehearsed[1]
@@ -102,7 +102,7 @@ def test_a_peak_above_the_prediction_on_one_rank_gives_all_ranks_the_same_smalle
     run_ranks(trained, num_ranks=2, args=(asked_for(tmp_path / "other", smaller.to_dict()),))
     assert_same_end(folder, tmp_path / "other")
     said, _ = run_ranks(probed, num_ranks=2, args=(auto(folder, budget="350KiB", num_steps=NUM_STEPS + 1),))
-    assert "Rehears" not in said
+    assert "Tried: " not in said
     assert Plan.load(folder / "plan.toml") == smaller
     assert len(lines(folder)) == NUM_STEPS + 1
 
@@ -111,7 +111,7 @@ def test_a_peak_above_the_prediction_on_one_rank_gives_all_ranks_the_same_smalle
 def test_a_rehearsal_that_runs_out_on_one_rank_gives_all_ranks_a_smaller_plan(tmp_path: Path) -> None:
     said, _ = run_ranks(probed, num_ranks=2, args=(auto(tmp_path / "one"), 60_000, True))
     assert "rank 1 ran out of memory in step 1, forward" in said
-    assert said.count("Rehearsed: ") == 1
+    assert said.count("Tried: ") == 1
     # It does not go back to what ran out, though the budget would allow it.
     assert ": a larger plan ran out of memory, so this plan stays" in said
     smaller = Plan.load(tmp_path / "one" / "plan.toml")
@@ -137,6 +137,6 @@ def test_where_the_plan_cannot_change_a_peak_is_told_and_running_out_ends_the_ru
 @pytest.mark.whole
 def test_a_peak_beyond_the_budget_that_no_plan_can_meet_ends_the_run_on_all_ranks(tmp_path: Path) -> None:
     one, other = run_ranks(probed, num_ranks=2, args=(auto(tmp_path / "run", budget="300KiB"), 400_000))
-    assert one.startswith("ended: Rehearsed: ")
+    assert one.startswith("ended: Tried: ")
     assert "fits into" in one
-    assert "rank 0 could not continue: Rehearsed: " in other
+    assert "rank 0 could not continue: Tried: " in other

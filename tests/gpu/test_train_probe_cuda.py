@@ -36,12 +36,12 @@ def run(folder: Path, *, probe: bool, budget: str = "40GiB", batch: int = 8) -> 
 def test_a_rehearsed_step_is_within_its_prediction_and_changes_no_loss(tmp_path: Path) -> None:
     said, losses = run(tmp_path / "with", probe=True)
     print(said)
-    assert said.count("Rehearsed: ") == 1
+    assert said.count("Tried: ") == 1
     record = json.loads((tmp_path / "with" / "auto.json").read_text())
     # The update, which is not rehearsed, may be where the predicted peak is.
     assert 0.5 * record["predicted_bytes"] < record["measured_bytes"] < 1.03 * record["predicted_bytes"]
     without, expected = run(tmp_path / "without", probe=False)
-    assert "Rehears" not in without
+    assert "Tried: " not in without
     assert losses[0] == expected[0]
     assert losses == pytest.approx(expected, rel=1e-3)
 

@@ -1,22 +1,30 @@
 """The documentation site: pictures are those that the command draws now, the reference names all that is public, and the
 planner page is a part of it."""
 
+import functools
 import importlib
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import typer
 import yaml
+from report.chromium import needs_chromium, page
 
 import shardwise
 from shardwise.cli import plan_page
 from shardwise.cli.app import app
+from shardwise.files.keys import reference
+from shardwise.train.config import SECTIONS
 
 ROOT = Path(__file__).parents[2]
-REFERENCE = {"reference/python.md", "reference/command-line.md"}
+REFERENCE = {"reference/python.md", "reference/command-line.md", "reference/config.md"}
 GENERATED = {"index.md", "contributing.md", "changes.md", "planner-page.html", *REFERENCE}
 MODULES = ("pictures", "frontier_picture", "reference", "planner_file")
 
@@ -58,6 +66,14 @@ def test_the_reference_has_every_option_of_every_command(site: dict[str, ModuleT
             assert f"`{option}`" in section, f"shardwise {name} {option}"
 
 
+def test_the_reference_has_every_key_of_a_config(site: dict[str, ModuleType]) -> None:
+    page = site["reference"].config_page()
+    for name, section in SECTIONS.items():
+        rows = page.partition(f"\n## [{name}]\n")[2].partition("\n## ")[0]
+        for key, default, _ in reference(section):
+            assert f"| `{key}` | {default} |" in rows, f"[{name}] {key}"
+
+
 def test_names_with_their_meaning_become_a_table(site: dict[str, ModuleType]) -> None:
     text = "What it is.\n\nfirst    one thing\n         and more of it\nsecond   another | thing\n\nThe end."
     lines = list(site["reference"].docstring(text))
@@ -67,19 +83,89 @@ def test_names_with_their_meaning_become_a_table(site: dict[str, ModuleType]) ->
     ]
 
 
-def test_the_built_site_holds_the_planner_page_and_its_menu_links_to_it(
-    site: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As `make docs` builds it, with one model instead of all. A link that leads nowhere would be an error."""
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site as `make docs` builds it, with one model instead of all. A link that leads nowhere would be an error."""
     load_config = pytest.importorskip("mkdocs.config").load_config
     build = pytest.importorskip("mkdocs.commands.build").build
-    monkeypatch.setenv("NO_MKDOCS_2_WARNING", "1")
-    monkeypatch.setattr(plan_page, "STATIC_MODELS", ("gpt-tiny",))
-    monkeypatch.setattr(site["planner_file"], "KEPT", tmp_path / "kept")
-    build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path / "site"), strict=True))
-    page = (tmp_path / "site" / "planner-page.html").read_text()
+    folder = tmp_path_factory.mktemp("site")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "scripts" / "site"))
+        patch.setenv("NO_MKDOCS_2_WARNING", "1")
+        patch.setattr(plan_page, "STATIC_MODELS", ("gpt-tiny",))
+        patch.setattr(importlib.import_module("planner_file"), "KEPT", folder / "kept")
+        build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder / "site"), strict=True))
+        for name in MODULES:
+            sys.modules.pop(name, None)
+    return folder / "site"
+
+
+def test_the_built_site_holds_the_planner_page_and_its_menu_links_to_it(built: Path) -> None:
+    page = (built / "planner-page.html").read_text()
     assert page.count('<script type="application/json" id="model-') == 2
-    assert '<a href="planner-page.html" class="md-nav__link">' in (tmp_path / "site" / "index.html").read_text()
+    assert '<a href="planner-page.html" class="md-nav__link">' in (built / "index.html").read_text()
+
+
+FIRST = {
+    "LoRA": "fine-tune.html",
+    "cost": "rent.html",
+    "resume": "checkpoints.html",
+    "OOM": "when-it-goes-wrong.html",
+    "hang": "when-it-goes-wrong.html",
+    "checkpoint": "checkpoints.html",
+}
+
+
+@needs_chromium
+@pytest.mark.timeout(300)
+def test_a_search_finds_the_page_that_answers_first(built: Path) -> None:
+    """The site's own search, in a browser."""
+    with served(built) as address:
+        found = {words: first_result(f"{address}/index.html?q={words}") for words in FIRST}
+    assert found == FIRST
+
+
+def first_result(address: str) -> str:
+    """The page of the first result that the open search shows."""
+    with page(address, width=1280) as opened:
+        until = time.monotonic() + 60
+        while time.monotonic() < until:
+            link = opened.evaluate("document.querySelector('.md-search-result__link')?.getAttribute('href') ?? ''")
+            if link:
+                return str(link).partition("#")[0].partition("?")[0].rpartition("/")[2]
+            time.sleep(0.2)
+    return ""
+
+
+@needs_chromium
+def test_a_page_that_was_opened_from_a_file_says_how_to_serve_the_site(built: Path) -> None:
+    with page(built / "faq.html", width=1280) as opened:
+        said = opened.evaluate("document.querySelector('.md-search__input').placeholder")
+    assert said == "Search needs a server: make docs-serve"
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    handler = functools.partial(QuietHandler, directory=str(folder))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, *arguments: object) -> None:
+        """Write nothing."""
+
+
+def test_pages_outside_of_measurements_have_at_most_30000_words() -> None:
+    (measurements,) = [part["Measurements"] for part in navigation() if "Measurements" in part]
+    others = {page.name for page in (ROOT / "docs").glob("*.md")} - set(_pages(measurements))
+    assert sum(len((ROOT / "docs" / name).read_text().split()) for name in others) <= 30_000
 
 
 def test_the_planner_page_of_the_site_is_made_again_only_after_a_change(
@@ -95,13 +181,17 @@ def test_the_planner_page_of_the_site_is_made_again_only_after_a_change(
     assert [path.name for path in tmp_path.iterdir()] == ["changed.html"]
 
 
-def test_every_page_is_in_the_navigation() -> None:
+def navigation() -> list[dict[str, object]]:
     class Loader(yaml.SafeLoader):
         """Without Python objects."""
 
     Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: None)
-    nav = yaml.load((ROOT / "mkdocs.yml").read_text(), Loader=Loader)["nav"]
-    assert set(_pages(nav)) == GENERATED | {page.name for page in (ROOT / "docs").glob("*.md")}
+    nav: list[dict[str, object]] = yaml.load((ROOT / "mkdocs.yml").read_text(), Loader=Loader)["nav"]
+    return nav
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    assert set(_pages(navigation())) == GENERATED | {page.name for page in (ROOT / "docs").glob("*.md")}
 
 
 def _pages(nav: object) -> Iterator[str]:

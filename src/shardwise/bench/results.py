@@ -18,6 +18,8 @@ from shardwise.errors import ShardwiseError
 from shardwise.files.atomic import atomic_write
 from shardwise.files.form import WrongForm
 from shardwise.files.regular_file import read_at_most
+from shardwise.vocabulary.html_table import html_table
+from shardwise.vocabulary.quantities import bytes_text
 
 FILE = "bench.json"
 """The result file in the folder of a bench."""
@@ -78,6 +80,20 @@ class Bench:
     def ran(self) -> list[CaseResult]:
         """The cases that ran."""
         return [case for case in self.cases if case.ran]
+
+    def _repr_html_(self) -> str:
+        """Return the measured cases and the verdict as a table for notebooks."""
+        heads = ("case", "ms per step", "samples/s", "peak per rank")
+        rows = [
+            (
+                case.name,
+                "–" if case.step_seconds is None else f"{case.step_seconds.median * 1e3:.4g}",
+                "–" if (speed := self.samples_per_s(case)) is None else f"{speed:,.4g}",
+                bytes_text(max(case.allocated_bytes)) if case.allocated_bytes else "–",
+            )
+            for case in self.ran
+        ]
+        return html_table(heads, rows, title=f"{self.name}, {self.num_ranks} ranks", text=self.why)
 
     def samples_per_s(self, case: CaseResult) -> float | None:
         return None if case.step_seconds is None else self.step_samples / case.step_seconds.median

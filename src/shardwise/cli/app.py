@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from shardwise.cli.autopsy import autopsy
 from shardwise.cli.bench import bench
@@ -16,6 +15,7 @@ from shardwise.cli.devices import devices
 from shardwise.cli.doctor import doctor
 from shardwise.cli.explain import explain
 from shardwise.cli.export import export, import_
+from shardwise.cli.help_pages import CommandGroups, GroupedOptions
 from shardwise.cli.models import models
 from shardwise.cli.plan import plan
 from shardwise.cli.profile import profile
@@ -30,7 +30,7 @@ from shardwise.vocabulary.version import __version__
 _FORMER_NAMES = {"--nproc": "--ranks", "--strategies": "--strategy"}
 
 
-class _Commands(TyperGroup):
+class _Commands(CommandGroups):
     """Accepts former names of options, and --debug after the command as well as before it."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -54,7 +54,7 @@ _COMMANDS: tuple[Callable[..., None], ...] = (
     autopsy,
 )
 for _command in _COMMANDS:
-    app.command(name=_command.__name__.rstrip("_"))(_command)
+    app.command(name=_command.__name__.rstrip("_"), cls=GroupedOptions)(_command)
 app.add_typer(checkpoint, name="checkpoint")
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option, Typer
 
+from shardwise.cli.help_pages import GroupedOptions
 from shardwise.errors import InvalidData
 
 if TYPE_CHECKING:
@@ -16,7 +17,10 @@ if TYPE_CHECKING:
 checkpoint = Typer(help="Inspect, verify, export or import checkpoints.", no_args_is_help=True)
 
 PathArgument = Annotated[
-    Path, Argument(metavar="PATH", help="A checkpoint (step-…), or a folder of checkpoints (the newest is used).")
+    Path,
+    Argument(
+        metavar="PATH", help="A checkpoint (step-…), a folder of checkpoints, or a run folder (the newest is used)."
+    ),
 ]
 
 
@@ -35,7 +39,7 @@ class Precision(StrEnum):
     fp16 = "fp16"
 
 
-@checkpoint.command()
+@checkpoint.command(cls=GroupedOptions)
 def inspect(
     path: PathArgument,
     tensors: Annotated[bool, Option("--tensors", help="List every tensor.")] = False,
@@ -57,14 +61,14 @@ def inspect(
             print(f"  {name}  {shape}  {dtype}  {_count(tensor.boxes, 'box', 'boxes')}")
 
 
-@checkpoint.command()
+@checkpoint.command(cls=GroupedOptions)
 def verify(path: PathArgument) -> None:
     """Compare all files of one or more checkpoints with their checksums."""
     from shardwise.checkpoint.folder import checkpoints_in
     from shardwise.checkpoint.verify import verify as verify_one
     from shardwise.errors import CheckpointError
 
-    found = checkpoints_in(path) or [_chosen(path)]
+    found = checkpoints_in(_folder(path)) or [_chosen(path)]
     damaged = []
     for one in found:
         try:
@@ -78,7 +82,7 @@ def verify(path: PathArgument) -> None:
         raise CheckpointError(f"{len(damaged)} of {len(found)} damaged: {', '.join(damaged)}")
 
 
-@checkpoint.command()
+@checkpoint.command(cls=GroupedOptions)
 def export(
     path: PathArgument,
     out: Annotated[Path, Option(help="FILE.safetensors, or a folder.")],
@@ -106,9 +110,9 @@ def export(
         print(f"{file}  {file.stat().st_size:,} bytes")
 
 
-@checkpoint.command("import")
+@checkpoint.command("import", cls=GroupedOptions)
 def import_(
-    sources: Annotated[list[Path], Argument(metavar="FILE…", help="safetensors files, all of one model.")],
+    sources: Annotated[list[Path], Argument(metavar="FILE", help="safetensors files, all of one model.")],
     out: Annotated[Path, Option(help="A folder of checkpoints; the new one is step 0 in it.")],
     names: Annotated[Names, Option("--from", help="Our names, or Hugging Face's (Llama, GPT-2).")] = Names.plain,
 ) -> None:
@@ -128,10 +132,18 @@ def _chosen(path: Path) -> Path:
 
     if (path / FILE_NAME).is_file():
         return path
-    found = checkpoints_in(path)
+    found = checkpoints_in(_folder(path))
     if not found:
-        raise InvalidData(f"{path}: not a checkpoint, and holds none")
+        raise InvalidData(f"{path}: neither a checkpoint nor a run, and holds no checkpoints")
     return found[-1]
+
+
+def _folder(path: Path) -> Path:
+    """Return the folder of checkpoints at `path`: in a run folder, the one that `shardwise train` writes."""
+    from shardwise.train.run_folder import CHECKPOINTS
+
+    within = path / CHECKPOINTS
+    return within if within.is_dir() else path
 
 
 def _num_bytes(manifest: "Manifest") -> int:

@@ -19,6 +19,8 @@ from shardwise.vocabulary.quantities import GIB, significant
 if TYPE_CHECKING:
     from rich.table import Table
 
+_LEAST_WIDTH = 80
+
 
 def devices(
     name: Annotated[str | None, Argument(help="One device or link, with the source of each number.")] = None,
@@ -52,7 +54,8 @@ def _as_data(row: Device | Link) -> dict[str, Any]:
 
 def _device_table(rows: Iterable[Device]) -> "Table":
     numbers = (GIB.name, "fp32", "tf32", "bf16", "fp16 TFLOP/s", "memory GB/s")
-    table = plain_table(("device", *numbers, "link", "host link"), right=numbers, wraps=(*numbers, "link", "host link"))
+    # Names are typed into commands: they are never cut. With one space between columns the table has 78 characters.
+    table = plain_table(("device", *numbers, "link", "host link"), right=numbers, wraps=numbers, gap=1)
     for device in rows:
         peaks = [_scaled(device.flops_per_s(dtype), unit=1e12) for dtype in ("fp32", "tf32", "bf16", "fp16")]
         table.add_row(
@@ -105,6 +108,7 @@ def _scaled(number: Sourced[Any] | None, *, unit: float) -> str:
 
 
 def _print(table: "Table") -> None:
+    """Print a table; in a terminal that is too narrow for its names and numbers, lines are wrapped instead of cut."""
     from rich.console import Console
 
-    Console().print(table)
+    Console(width=max(Console().width, _LEAST_WIDTH)).print(table)

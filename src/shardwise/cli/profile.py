@@ -92,7 +92,7 @@ def _profiles(rehearsal: "Rehearsal", *, strategies: Sequence[str]) -> "list[Pro
     with status_line("Starting …") as show_status:
 
         def run(one: Rehearsal) -> Measured:
-            show_status(f"Rehearsing {one.plan.strategy}, rank 0 of {one.num_ranks} …")
+            show_status(f"Simulating {one.plan.strategy}, rank 0 of {one.num_ranks} …")
             return rehearse_apart(one)
 
         def while_tracing(name: str) -> AbstractContextManager[None]:

@@ -9,7 +9,9 @@ from shardwise.errors import InvalidData
 
 
 def tokens(
-    inputs: Annotated[list[Path], Argument(help="Text files, .jsonl files, or folders of .txt and .jsonl.")],
+    inputs: Annotated[
+        list[Path], Argument(metavar="FILE", help="Text files, .jsonl files, or folders of .txt and .jsonl.")
+    ],
     out: Annotated[Path, Option(help="Write OUT.bin and OUT.idx.")],
     tokenizer: Annotated[
         Path | None, Option(help="A Hugging Face tokenizer.json (default: one token per byte).")

@@ -6,13 +6,23 @@ from typing import Annotated
 from typer import Argument, Exit, Option
 
 from shardwise.cli.shared_options import RanksHere, Settings, option_words
-from shardwise.train.config import TrainConfig, load_config
+from shardwise.files.keys import reference
+from shardwise.train.config import SECTIONS, TrainConfig, load_config
 from shardwise.train.config_section import InvalidConfig
+
+
+def _print_keys(asked: bool) -> None:
+    if asked:
+        for section, kind in SECTIONS.items():
+            print(f"[{section}]")
+            for name, default, what in reference(kind):
+                print(f"  {name} ({default.strip('`')}): {what}")
+        raise Exit
 
 
 def train(
     config: Annotated[
-        Path, Argument(metavar="CONFIG.toml", help="What to train, on which data, and how (docs/train.md).")
+        Path, Argument(metavar="CONFIG.toml", help="What to train, on which data, and how (--keys prints every key).")
     ],
     settings: Settings = None,
     plan: Annotated[Path | None, Option(help="A plan that replaces CONFIG's (`shardwise plan --save`).")] = None,
@@ -25,6 +35,9 @@ def train(
     ] = False,
     replan: Annotated[
         bool, Option("--replan", help="Choose the plan again, for the devices there are now, and resume under it.")
+    ] = False,
+    keys: Annotated[
+        bool, Option("--keys", callback=_print_keys, is_eager=True, help="Print every key of a config, and exit.")
     ] = False,
 ) -> None:
     """Train a model; rerun the same command to resume."""

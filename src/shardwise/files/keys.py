@@ -44,16 +44,24 @@ class _Key:
     form: Form | None
     choices: tuple[str, ...]
     limits: Limits
+    filled_in: str = ""
 
 
 def key(
-    default: Any, what: str, *, form: Form | None = None, choices: Iterable[str] = (), **limits: Unpack[Limits]
+    default: Any,
+    what: str,
+    *,
+    form: Form | None = None,
+    choices: Iterable[str] = (),
+    filled_in: str = "",
+    **limits: Unpack[Limits],
 ) -> Any:
     """Return a field of a dataclass with its description. Its type gives its form, unless `form` does.
 
-    default   `...` for a key that must be given; a class for a new object of it in each record
+    default     `...` for a key that must be given; a class for a new object of it in each record
+    filled_in   value in words, where whoever reads the file gives one before the record is made
     """
-    described = {"key": _Key(what=what, form=form, choices=tuple(choices), limits=limits)}
+    described = {"key": _Key(what=what, form=form, choices=tuple(choices), limits=limits, filled_in=filled_in)}
     if default is ...:
         return field(metadata=described)
     if isinstance(default, type):
@@ -170,7 +178,7 @@ def _description(item: "Field[Any]", form: Form) -> str:
 
 def _default(item: "Field[Any]") -> str:
     if _is_required(item):
-        return "required"
+        return item.metadata["key"].filled_in or "required"
     empty = isinstance(item.default, Collection) and not item.default
     if item.default is None or item.default is MISSING or empty:
         return "–"

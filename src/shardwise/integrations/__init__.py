@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 # File → the extra that installs the packages that it needs, and those packages.
 _NEEDS = {
-    "fabric_strategy": ("peers", "lightning"),
-    "hf_accelerator": ("hf", "accelerate"),
+    "fabric_strategy": ("lightning", "lightning"),
+    "hf_accelerator": ("accelerate", "accelerate"),
     "hf_trainer": ("hf", "transformers", "accelerate"),
-    "lightning_strategy": ("peers", "lightning"),
+    "lightning_strategy": ("lightning", "lightning"),
 }
 
 

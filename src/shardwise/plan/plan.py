@@ -21,6 +21,7 @@ from shardwise.plan.patterns import Patterns, pattern_list, pattern_table, unmat
 from shardwise.plan.placement import AUTO, OVERRIDE, STRATEGY, Placement, placement_of, resolve_strategy
 from shardwise.plan.policy import POLICY
 from shardwise.vocabulary.auto_solver import auto_solver
+from shardwise.vocabulary.html_table import html_table
 
 _RECOMPUTES = ("none", "full", "selective")
 _OWNED_MOVE = "parameters that one rank owns get new memory in each update"
@@ -208,6 +209,14 @@ class Plan:
         if self.uncaptured:
             return "units are uncaptured"
         return "" if self.collectives == "backend" else f"collectives = {self.collectives!r}"
+
+    def _repr_html_(self) -> str:
+        """Return the settings that differ from a plan without any, as a table for notebooks."""
+        usual = Plan().to_dict()
+        shown = {"strategy": self.strategy} | {
+            name: value for name, value in self.to_dict().items() if usual.get(name) != value
+        }
+        return html_table(("setting", "value"), [(name, str(value)) for name, value in shown.items()], title="Plan")
 
     def placements(self, unit_names: Iterable[str]) -> dict[str, Placement]:
         """Return the placement of each unit; every override must match at least one of them."""

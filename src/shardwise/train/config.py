@@ -179,7 +179,7 @@ class RunSection(ConfigSection):
     """The place of the run, and the files that it leaves."""
 
     section: ClassVar[str] = "run"
-    folder: str = key(..., "where a run writes its files (--run); default for NAME.toml: runs/NAME")
+    folder: str = key(..., "where a run of NAME.toml writes its files (--run)", filled_in="runs/NAME")
     device: str = key("auto", "auto: one GPU per rank if there are GPUs", choices=("auto", "cpu", "cuda"))
     limit_seconds: float = key(600.0, "how long a rank waits for the others to join", above=0)
     watch_seconds: float = key(
@@ -199,7 +199,7 @@ class AutoSection(ConfigSection):
         "throughput", "the fastest plan, or the one with the smallest peak", choices=("throughput", "memory")
     )
     probe: bool = key(
-        True, "rehearse a step before training: if it needs more memory than was predicted, solve with a smaller budget"
+        True, "try a step before training: if it needs more memory than was predicted, solve with a smaller budget"
     )
 
     @property

@@ -48,9 +48,9 @@ def probe_memory(training: Training, *, chosen: ChosenPlan) -> ChosenPlan:
     budget = exchange(_budget_to_probe(chosen))[0]
     if budget is None:
         return chosen
-    training.tell("Rehearsing a step, to measure its memory …")
+    training.tell("Trying a step, to measure its memory …")
     probe = _Probe(training=training, plans=SmallerPlans(chosen=chosen), budget_bytes=budget)
-    with during("a rehearsal of the first step"):
+    with during("a trial of the first step"):
         return probe.run()
 
 
@@ -122,7 +122,7 @@ class _Probe:
         """Return the plan for the measured memory, on rank 0; the current one, if it is as predicted."""
         training, plans = self.training, self.plans
         plan, predicted = training.config.plan, plans.chosen.recorded("predicted_bytes")
-        found = f"Rehearsed: {bytes_text(measured)} per rank at the peak, {bytes_text(predicted)} predicted"
+        found = f"Tried: {bytes_text(measured)} per rank at the peak, {bytes_text(predicted)} predicted"
         if measured <= predicted * (1 + engine_model_of(plan).error_band):
             training.tell(found)
             return plan

@@ -74,4 +74,4 @@ def test_export_and_import_there_and_back(folder: Path, tmp_path: Path, capsys: 
 def test_a_folder_without_checkpoints_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys, "inspect", tmp_path)
     assert code == 2
-    assert err == f"InvalidData: {tmp_path}: not a checkpoint, and holds none\n"
+    assert err == f"InvalidData: {tmp_path}: neither a checkpoint nor a run, and holds no checkpoints\n"

@@ -5,13 +5,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from plans import bad_plan_files
 from report.sample_bench import sample_bench
 from torch import nn
 
 import shardwise
 from shardwise.checkpoint import Checkpoints
-from shardwise.cli.app import main
+from shardwise.cli.app import app, main
+from shardwise.cli.help_pages import COMMANDS, OPTIONS
 from shardwise.errors import InvalidPlan, ShardwiseError
 from shardwise.models.catalogue import CATALOGUE
 from shardwise.plan import Plan
@@ -222,3 +224,40 @@ def test_output_into_a_closed_pipe_is_no_traceback() -> None:
     shell = f"{sys.executable} -m shardwise models | true"
     result = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=False)
     assert "Traceback" not in result.stderr
+
+
+def test_every_command_and_every_option_of_plan_has_a_group_and_every_command_an_example(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    commands = typer.main.get_command(app).commands
+    assert {name for group in COMMANDS.values() for name in group} == set(commands)
+    shown = {option for one in commands["plan"].params for option in one.opts if option.startswith("--")}
+    assert {option for options in OPTIONS["plan"].values() for option in options} == {*shown, "--help"}
+    assert exit_code("--help") == 0
+    text = capfd.readouterr().out
+    at = [text.index(f"\n{group}:\n") for group in COMMANDS]
+    assert at == sorted(at)
+    for name, command in commands.items():
+        assert exit_code(name, "--help") == 0
+        text = capfd.readouterr().out
+        assert "list[" not in text
+        if not hasattr(command, "commands"):
+            assert f"Example:\n  shardwise {name}" in text
+
+
+@pytest.mark.parametrize("columns", ["80", "40"])
+def test_devices_cuts_no_name(columns: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert exit_code("devices") == 0
+    out = capfd.readouterr().out
+    assert "…" not in out
+    assert "nvlink-c2c-1" in out
+
+
+def test_checkpoint_inspect_takes_a_run_folder_as_doctor_does(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    save_one(tmp_path / "run" / "checkpoints")
+    assert exit_code("checkpoint", "inspect", str(tmp_path / "run")) == 0
+    assert "step        7" in capfd.readouterr().out
+    assert exit_code("checkpoint", "verify", str(tmp_path / "run")) == 0

@@ -9,7 +9,7 @@ import pytest
 from shardwise.cli.app import main
 from shardwise.plan.placement import STRATEGIES
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "how-it-works.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "ddp-or-fsdp.md"
 
 
 def exit_code(*arguments: str) -> int:

@@ -1,4 +1,4 @@
-"""docs/planner.md: what one command writes stands between marks, and everything else stays."""
+"""The pages of the planner: what one command writes stands between marks, and everything else stays."""
 
 import importlib
 import re
@@ -12,7 +12,7 @@ import pytest
 from shardwise.planner.time.band import PARTS
 
 ROOT = Path(__file__).parents[3]
-PAGE = ROOT / "docs" / "planner.md"
+PAGES = (ROOT / "docs" / "planner.md", ROOT / "docs" / "measured-planner.md")
 
 
 @pytest.fixture
@@ -25,8 +25,8 @@ def docs(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
             sys.modules.pop(name)
 
 
-def test_the_page_has_exactly_the_sections_that_the_command_writes(docs: ModuleType) -> None:
-    named = re.findall(r"<!-- section ([\w-]+) -->", PAGE.read_text())
+def test_the_pages_have_exactly_the_sections_that_the_command_writes(docs: ModuleType) -> None:
+    named = [name for page in PAGES for name in re.findall(r"<!-- section ([\w-]+) -->", page.read_text())]
     assert sorted(named) == sorted(docs.SECTIONS)
 
 
@@ -43,6 +43,6 @@ def test_an_unknown_section_is_one_line(docs: ModuleType) -> None:
 
 
 def test_every_part_of_the_band_is_on_the_page() -> None:
-    section = PAGE.read_text().partition("## The band")[2].partition("\n## ")[0]
+    section = PAGES[1].read_text().partition("## The band")[2].partition("\n## ")[0]
     told = {int(share) for share in re.findall(r"(\d+)%", section)}
     assert {round(100 * part) for part in PARTS.values()} <= told

@@ -17,6 +17,8 @@ from shardwise.planner.time.fabric_range import over_slower_fabric
 from shardwise.planner.time.step_time import TimeEstimate, estimate_time
 from shardwise.planner.traffic import sent_bytes
 from shardwise.spec import ModelSpec
+from shardwise.vocabulary.html_table import html_table
+from shardwise.vocabulary.quantities import bytes_text
 
 SpecFor = Callable[[Plan], ModelSpec]
 """Returns the spec with the traces that a plan needs; may trace the model."""
@@ -45,6 +47,15 @@ class Candidate:
     def name(self) -> str:
         """Its name in tables: its label, or its strategy."""
         return self.label or self.plan.strategy
+
+    def _repr_html_(self) -> str:
+        """Return the prediction as a table for notebooks: what fits, how fast, and the peak by category."""
+        title = f"{self.name} on {self.cluster}: fits {self.fits}, micro-batch {self.batch}"
+        if self.time is not None:
+            title += f", {self.time.step_seconds:.4g} s per step"
+        parts = {**self.memory.breakdown_bytes, "on the device": self.memory.device_bytes}
+        rows = [(name, bytes_text(num_bytes)) for name, num_bytes in parts.items()]
+        return html_table(("at the peak", "per rank"), rows, title=title)
 
     @property
     def global_batch(self) -> int:

@@ -17,8 +17,8 @@ from shardwise.plan import Plan
 from shardwise.planner.systems import OWN, System
 
 CALIBRATED = "kernels calibrated"
-BORROWED = "kernels of an H200 on the same architecture"
-BORROWED_FAR = "kernels of an H200 on another architecture"
+BORROWED = "extrapolated from an H200, same architecture"
+BORROWED_FAR = "extrapolated from an H200, another architecture"
 BORROWED_NEW = "extrapolated from an H200, not validated"
 BORROWED_UNSEEN = "extrapolated from an H200 to an architecture of which no training was compared"
 NODES = "across nodes"

@@ -17,7 +17,7 @@ _TILES = {
     "peak per rank": "Peak memory per rank",
     "exposed communication": "Exposed communication",
     "sent per rank per step": "Sent per rank per step",
-    "first step after": "First step after",
+    "time to first step": "Time to first step",
 }
 """Column of the table → title of the tile."""
 
@@ -120,7 +120,7 @@ def _numbers(bench: Bench, case: CaseResult) -> dict[str, str | None]:
         "exposed communication": None if case.silent_seconds is None else exposed_text(case),
         "peak per rank": bytes_text(case.peak_bytes) if case.allocated_bytes else None,
         "sent per rank per step": None if case.sent_bytes is None else bytes_text(case.sent_bytes),
-        "first step after": None if first is None else seconds_text(first.median),
+        "time to first step": None if first is None else seconds_text(first.median),
     }
 
 

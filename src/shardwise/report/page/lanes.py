@@ -1,6 +1,6 @@
 """Draws queues as lanes: what each queue does when."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from shardwise.report.page.axes import second_ticks
 from shardwise.report.page.bars import axis_text
@@ -24,11 +24,9 @@ _HEIGHT, _TOP, _THICK = 17, 1, 15
 _NARROW = 0.0005
 
 
-def lane_chart(
-    spans: Sequence[Span], *, step_seconds: float, end_seconds: float, marks_exposed: bool, describe: str
-) -> Markup:
+def lane_chart(spans: Sequence[Span], *, step_seconds: float, end_seconds: float, describe: str) -> Markup:
     """Draw one lane per queue, as long as the step, on an axis from 0 to `end_seconds` (`time_axis`)."""
-    exposed = list(exposed_gaps(spans)) if marks_exposed else []
+    exposed = list(exposed_gaps(spans))
     lanes = []
     for queue in QUEUES:
         busy = [span for span in spans if span.queue == queue]
@@ -72,6 +70,11 @@ def exposed_gaps(spans: Sequence[Span]) -> Iterator[Span]:
             at = compute_end
         if at < end:
             yield Span("compute", "waiting for communication", at, end)
+
+
+def busy_seconds(spans: Iterable[Span]) -> float:
+    """Return how long at least one of the spans lasts: those that overlap count once."""
+    return sum(end - start for start, end in _union(sorted((span.start, span.end) for span in spans)))
 
 
 def merged(spans: Sequence[Span], *, end: float) -> list[Span]:

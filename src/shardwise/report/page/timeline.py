@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from shardwise.bench.case_result import CaseResult
 from shardwise.bench.results import Bench
 from shardwise.report.page.bars import key
-from shardwise.report.page.lanes import VERBS, exposed_gaps, kind_of, lane_chart, time_axis
+from shardwise.report.page.lanes import VERBS, busy_seconds, exposed_gaps, kind_of, lane_chart, time_axis
 from shardwise.report.page.markup import Markup, element, numbers_below, table
 from shardwise.report.page.section import PageSection, section
 from shardwise.report.tape_spans import spans_of, tape_scale
@@ -51,7 +51,7 @@ def timeline_section(bench: Bench) -> PageSection | None:
     # A prediction may reach into the next step.
     end = max(max(one.seconds, *(span.end for span in one.spans)) for one in found)
     verbs = {kind_of(span.name) for one in found for span in one.spans}
-    if any(one.is_predicted and next(exposed_gaps(one.spans), None) for one in found):
+    if any(next(exposed_gaps(one.spans), None) for one in found):
         verbs.add("exposed")
     figures = [_figure(one, end=end) for one in found]
     more = figures[_MOST_SHOWN:]
@@ -91,7 +91,12 @@ def _notes(found: Sequence[CaseTimeline]) -> list[str]:
         notes.append(
             "Measured: one step of rank 0, its times scaled to the median step time (by at most "
             f"{scale:.2f}). A computation lasts until the next operation was issued; a gather or reduce from its issue "
-            "until it had been waited for."
+            "until it had been waited for. Several at once count once in the table."
+        )
+        notes.append(
+            "Hatched: in this step rank 0 computes nothing while something is being sent; it waits for the slowest "
+            "rank too, and for a core where ranks share cores. Exposed communication is the time by which the median "
+            "step of all ranks is shorter without communication, so the two need not be equal."
         )
     if len(taped) < len(found):
         notes.append(
@@ -102,7 +107,12 @@ def _notes(found: Sequence[CaseTimeline]) -> list[str]:
 
 
 def _figure(one: CaseTimeline, *, end: float) -> Markup:
+    waiting = busy_seconds(exposed_gaps(one.spans))
     words = f" {seconds_text(one.seconds)}"
+    if waiting and not one.is_predicted:
+        words += f", {seconds_text(waiting)} of it waiting"
+        if one.case.exposed_seconds is not None:
+            words += f"; {seconds_text(one.case.exposed_seconds)} go away without communication"
     if one.is_predicted:
         assert one.case.predicted is not None
         words = f" predicted {seconds_text(one.seconds)}, measured {seconds_text(one.case.seconds)}"
@@ -112,18 +122,24 @@ def _figure(one: CaseTimeline, *, end: float) -> Markup:
     return element(
         "figure",
         element("figcaption", element("b", one.case.name), words),
-        lane_chart(
-            one.spans, step_seconds=one.seconds, end_seconds=end, marks_exposed=one.is_predicted, describe=describe
-        ),
+        lane_chart(one.spans, step_seconds=one.seconds, end_seconds=end, describe=describe),
     )
 
 
 def _table(found: Sequence[CaseTimeline]) -> Markup:
     kinds = [verb for verb in VERBS if any(kind_of(span.name) == verb for one in found for span in one.spans)]
 
-    def busy(spans: Sequence[Span], kind: str) -> str:
-        seconds = sum(span.end - span.start for span in spans if kind_of(span.name) == kind)
+    def busy(one: CaseTimeline, kind: str) -> str:
+        seconds = busy_seconds(span for span in one.spans if kind_of(span.name) == kind)
         return seconds_text(seconds) if seconds else "–"
 
-    rows = [[one.case.name, seconds_text(one.seconds), *(busy(one.spans, kind) for kind in kinds)] for one in found]
-    return table(["case", "step time", *kinds], rows)
+    rows = [
+        [
+            one.case.name,
+            seconds_text(one.seconds),
+            *(busy(one, kind) for kind in kinds),
+            seconds_text(busy_seconds(exposed_gaps(one.spans))),
+        ]
+        for one in found
+    ]
+    return table(["case", "step time", *kinds, "waiting"], rows)

@@ -78,7 +78,7 @@ def _in_words(cases: Sequence[CaseResult], *, agrees: bool) -> list[str]:
         return [f"All {len(cases)} curves are the same, to the last digit, at every step."]
     number = f"{scientific(difference)}, which is {scientific(difference / size)} of the loss, at step {step}"
     if agrees:
-        return [f"All {len(cases)} curves lie on each other: two losses of one step differ by at most {number}."]
+        return [f"All {len(cases)} curves coincide: two losses of one step differ by at most {number}."]
     return [f"Two losses of one step differ by up to {number}."]
 
 

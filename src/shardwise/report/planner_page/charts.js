@@ -55,7 +55,10 @@ const charts = (() => {
         return svg("rect", { class: name, x: percent(from), y: 0, width: percent(width), height: 24 }, svg("title", {}, `${name}: ${gib(bytes)}`));
       });
       const limit = svg("line", { class: "limit", x1: percent(capacity / most), x2: percent(capacity / most), y1: -4, y2: 28 });
-      const track = svg("svg", { class: "track", height: 24, role: "img", "aria-label": `${row.label}: ${gib(row.device)} of ${gib(capacity)}` }, ...rects, limit);
+      const isCut = row.device > most * 1.0001;
+      const cut = isCut ? [svg("text", { class: "cut", x: "100%", y: 18, dx: -4, "text-anchor": "end" }, "»", svg("title", {}, `the bar goes on to ${gib(row.device)}`))] : [];
+      const words = `${row.label}: ${gib(row.device)} of ${gib(capacity)}${isCut ? "; the bar is cut" : ""}`;
+      const track = svg("svg", { class: "track", height: 24, role: "img", "aria-label": words }, ...rects, limit, ...cut);
       const button = element("button", { type: "button", "aria-pressed": row === chosen, "data-strategy": row.strategy }, row.label, element("small", {}, `micro-batch ${row.batch}`));
       button.addEventListener("click", () => onChoose(row));
       const value = element("div", { class: "value" }, gib(row.device), element("small", { class: row.fits }, fitWords[row.fits]));
@@ -82,7 +85,8 @@ const charts = (() => {
     }
     const drawn = [...rows].filter(([lane, list]) => list.length || lane === "compute")
       .map(([lane, list]) => element("div", { class: "bar" }, element("div", { class: "label" }, lane), laneOf(lane, list, total)));
-    const ticks = [0, 0.25, 0.5, 0.75, 1].map((share) =>
+    const shares = home.clientWidth < 480 ? [0, 0.5, 1] : [0, 0.25, 0.5, 0.75, 1];
+    const ticks = shares.map((share) =>
       svg("text", { class: "tick", x: percent(share), y: 12, "text-anchor": share === 0 ? "start" : share === 1 ? "end" : "middle" }, share === 0 ? "0" : seconds(share * total)));
     drawn.push(element("div", { class: "bar axis" }, element("span"), svg("svg", { class: "track", height: 16, "aria-hidden": "true" }, ...ticks)));
     home.replaceChildren(...drawn);
@@ -104,6 +108,22 @@ const charts = (() => {
     return made;
   }
 
+  const nameOf = (point) => (point.label ?? "").split(",")[0];
+
+  // The points whose texts fit next to each other, from the last one on, which always has its text. A text is centred on
+  // its point; the last one ends at the edge.
+  function apart(points, { x, text, end }) {
+    const found = new Set();
+    let free = Infinity;
+    for (const point of [...points].reverse()) {
+      const size = 8 * text(point).length + 8, right = x(point.budget) === end ? end : x(point.budget) + size / 2;
+      if (right > free) continue;
+      found.add(point);
+      free = right - size;
+    }
+    return found;
+  }
+
   // Throughput by memory budget, as steps: points {budget, value, label}; value is null if nothing fits.
   function frontier(home, { points, unit, now }) {
     const width = Math.max(home.clientWidth, 280), height = 240, left = 58, right = 16, top = 20, bottom = 34;
@@ -122,14 +142,15 @@ const charts = (() => {
     const path = fitting.map((point, index) => `${index ? "H" : "M"}${x(point.budget)}${index ? "V" : " "}${y(point.value)}`).join("");
     const end = x(largest);
     parts.push(svg("path", { class: "frontier-area", d: `${path}H${end}V${y(0)}H${x(fitting[0].budget)}Z` }), svg("path", { class: "frontier-line", d: `${path}H${end}` }));
-    points.forEach((point, index) => {
-      const shown = width > 560 || index % 2 === 1;
-      if (shown) parts.push(svg("text", { class: "tick", x: x(point.budget), y: height - bottom + 18, "text-anchor": index === points.length - 1 ? "end" : "middle" }, gib(point.budget)));
+    const changes = points.filter((point, index) => point.value !== null && (index === 0 || nameOf(points[index - 1]) !== nameOf(point)));
+    const ticked = apart(points, { x, text: (point) => gib(point.budget), end }), named = apart(changes, { x, text: nameOf, end });
+    const anchor = (point) => (x(point.budget) === end ? "end" : "middle");
+    points.forEach((point) => {
+      if (ticked.has(point)) parts.push(svg("text", { class: "tick", x: x(point.budget), y: height - bottom + 18, "text-anchor": anchor(point) }, gib(point.budget)));
       if (point.value === null) return;
       const chosen = point === now;
       parts.push(svg("circle", { class: chosen ? "dot chosen" : "dot", cx: x(point.budget), cy: y(point.value), r: 5 }, svg("title", {}, `${gib(point.budget)}: ${point.label}, ${significant(point.value)} ${unit}`)));
-      const before = points[index - 1], name = point.label.split(",")[0];
-      if (!before || before.label.split(",")[0] !== name) parts.push(svg("text", { class: "name", x: x(point.budget), y: y(point.value) - 12, "text-anchor": index === points.length - 1 ? "end" : "middle" }, name));
+      if (named.has(point)) parts.push(svg("text", { class: "name", x: x(point.budget), y: y(point.value) - 12, "text-anchor": anchor(point) }, nameOf(point)));
     });
     parts.push(svg("text", { class: "tick", x: 0, y: 12 }, unit));
     home.replaceChildren(svg("svg", { width: "100%", height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `Highest throughput: ${fitting.map((point) => `${gib(point.budget)}: ${significant(point.value)} ${unit} with ${point.label}`).join("; ")}` }, ...parts));

@@ -17,7 +17,7 @@ from shardwise.planner.search.way_out import MOST_TIMES
 from shardwise.vocabulary.quantities import GIB, fixed, fixed_text, significant
 
 # What is said of a recommended candidate that may not fit.
-_DOUBTS = {"tight": "it may fit", "unknown": "whether it fits is not known"}
+_DOUBTS = {"tight": "borderline", "unknown": "whether it fits is not known"}
 # Exposed communication below this share of a step is called hidden.
 _HIDDEN = 0.05
 
@@ -68,7 +68,7 @@ def _clauses(found: Recommendation, best: Candidate) -> Iterator[str]:
             assert found.fastest is not None
             yield _nearly_fastest(name_of(found.fastest), slower=found.slower)
         case Reason.ONLY_ONE:
-            yield "the only one that fits"
+            yield "the only one that fits" if best.fits == "yes" else "no other fits"
         case _:
             yield "the fastest" if best.fits == "unknown" else "the fastest that fits"
     if found.reason in (Reason.NEARLY_FASTEST, Reason.FASTEST, Reason.ONLY_ONE):

@@ -57,11 +57,11 @@ def test_a_device_of_ones_own_is_calibrated_whatever_it_is() -> None:
 
 
 def test_parts_add_up_as_independent_ones_do() -> None:
-    far, nodes = "kernels of an H200 on another architecture", "across nodes"
+    far, nodes = "extrapolated from an H200, another architecture", "across nodes"
     both = TimeBand((far, nodes)).value
     assert both**2 == pytest.approx(TimeBand((far,)).value ** 2 + TimeBand((nodes,)).value ** 2)
 
 
 def test_the_band_says_what_it_follows_from() -> None:
     found = time_band(plan=PLAN, cluster=cluster_of("2x8xa100"), host_share=0.1)
-    assert str(found).startswith("± 14% (kernels of an H200 on another architecture, across nodes)")
+    assert str(found).startswith("± 14% (extrapolated from an H200, another architecture, across nodes)")

@@ -5,7 +5,7 @@ import pytest
 from shardwise.bench.case_result import Happening
 from shardwise.report.page.axes import between, byte_ticks, round_step, ticks
 from shardwise.report.page.bars import Bar, BarPiece, bar_chart
-from shardwise.report.page.lanes import exposed_gaps, lane_chart, merged
+from shardwise.report.page.lanes import busy_seconds, exposed_gaps, lane_chart, merged
 from shardwise.report.page.plots import Curve, PlotFrame, area_plot, curve_plot
 from shardwise.report.tape_spans import recorded_spans
 from shardwise.vocabulary.span import Span
@@ -76,9 +76,9 @@ def test_exposed_is_where_a_wire_is_busy_and_compute_is_not() -> None:
         Span("reduce", "reduce d", 7, 8),
     ]
     assert [(gap.start, gap.end) for gap in exposed_gaps(spans)] == [(2, 4), (4, 4.5), (7, 8)]
-    drawn = lane_chart(spans, step_seconds=8, end_seconds=8, marks_exposed=True, describe="x")
+    drawn = lane_chart(spans, step_seconds=8, end_seconds=8, describe="x")
     assert drawn.count('class="exposed') == 3
-    assert 'class="exposed' not in lane_chart(spans, step_seconds=8, end_seconds=8, marks_exposed=False, describe="x")
+    assert busy_seconds([Span("gather", "gather a", 0, 3), Span("gather", "gather b", 2, 4)]) == 4
 
 
 def test_lanes_of_many_narrow_spans_are_drawn_as_few() -> None:

@@ -13,6 +13,7 @@ from shardwise.bench.results import Bench, Difference, Equivalence
 from shardwise.bench.spread import Spread
 from shardwise.report.page.anatomy import anatomy_data
 from shardwise.report.page.document import page_of
+from shardwise.report.page.lanes import busy_seconds, exposed_gaps
 from shardwise.report.page.markup import Markup, data_script, element
 from shardwise.report.page.timeline import timelines
 from shardwise.vocabulary.quantities import bytes_text, seconds_text
@@ -316,7 +317,14 @@ def test_timelines_are_as_long_as_the_step_time_of_their_case(bench: Bench) -> N
             assert one.case.step_seconds is not None
             assert one.seconds == one.case.step_seconds.median, "the headline's"
             assert max(span.end for span in one.spans) <= one.seconds * (1 + 1e-9)
-            assert f"<b>{one.case.name}</b> {seconds_text(one.seconds)}<" in figure
+            waiting = busy_seconds(exposed_gaps(one.spans))
+            words = f", {seconds_text(waiting)} of it waiting" if waiting else "<"
+            assert f"<b>{one.case.name}</b> {seconds_text(one.seconds)}{words}" in figure
+            if waiting and one.case.exposed_seconds is not None:
+                assert f"; {seconds_text(one.case.exposed_seconds)} go away without communication<" in figure
+            for queue in ("compute", "gather", "reduce"):
+                busy = busy_seconds(span for span in one.spans if span.queue == queue)
+                assert busy <= one.seconds * (1 + 1e-9), "no queue is busy for longer than the step"
         beds = re.findall(r'<rect y="1" width="([0-9.]+)%" height="15" class="lane">', figure)
         assert [float(bed) for bed in beds] == [pytest.approx(100 * one.seconds / end, abs=0.001)] * len(beds)
         assert beds

@@ -171,3 +171,31 @@ def test_bars_timeline_and_verdict_follow_a_slider_within_50_ms(opened: Page) ->
     })()""")
     assert len({text for _, text in shown}) == 16, "each is drawn"
     assert min(milliseconds for milliseconds, _ in shown) < 50
+
+
+OVERLAPPING = """
+["#frontier-chart .tick", "#frontier-chart .name", "#step-chart .tick"].flatMap((selector) => {
+  const boxes = [...document.querySelectorAll(selector)].map((one) => [one.textContent, one.getBoundingClientRect()]);
+  return boxes.flatMap(([name, box], index) => boxes.slice(index + 1)
+    .filter(([, other]) => box.left < other.right && other.left < box.right && box.top < other.bottom && other.top < box.bottom)
+    .map(([other]) => `${name} and ${other}`));
+})
+"""
+
+
+def test_texts_of_charts_do_not_overlap_on_a_phone(opened: Page) -> None:
+    for width in (390, 1280):
+        opened.look(width=width)
+        for gpus in (1, 8, 64):
+            go(opened, f"model={MODEL}&device=a100-80gb&gpus={gpus}&batch={2 * gpus}")
+            assert opened.evaluate("document.querySelectorAll('#frontier-chart .tick').length") >= 3
+            assert opened.evaluate(OVERLAPPING) == [], (width, gpus)
+
+
+def test_a_bar_that_is_cut_carries_a_mark(opened: Page) -> None:
+    go(opened, f"model={MODEL}&device=h100-80gb&gpus=8&batch=4")
+    assert opened.evaluate("document.querySelectorAll('.cut').length") == 0
+    # A budget of 1 GiB: bars end at two and a half times of it.
+    go(opened, f"model={MODEL}&device=h100-80gb&gpus=8&batch=64&budget=1")
+    assert opened.evaluate("document.querySelectorAll('.cut').length") > 0
+    assert "the bar goes on to" in str(opened.evaluate("document.querySelector('.cut').textContent"))

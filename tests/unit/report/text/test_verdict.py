@@ -125,7 +125,7 @@ def test_nothing_is_called_0_percent_slower(condition: Condition, found: dict[st
 
 def test_a_doubt_comes_first(found: dict[str, Candidate]) -> None:
     for fits, doubt in (
-        ("tight", "it may fit; the smallest peak, "),
+        ("tight", "borderline; the smallest peak, "),
         ("unknown", "whether it fits is not known; the "),
     ):
         best = replace(found["ddp"], fits=fits)

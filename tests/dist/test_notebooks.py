@@ -1,0 +1,33 @@
+"""The notebooks in examples/ run, from an empty folder, without Jupyter: their cells are plain Python."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+NOTEBOOKS = sorted((Path(__file__).parents[2] / "examples").glob("*.ipynb"))
+
+
+def cells(path: Path) -> list[str]:
+    data = json.loads(path.read_text())
+    assert data["nbformat"] == 4
+    return ["".join(cell["source"]) for cell in data["cells"] if cell["cell_type"] == "code"]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith(("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_"))]:
+        monkeypatch.delenv(name)
+    names: dict[str, object] = {"__name__": "notebook"}
+    for number, cell in enumerate(cells(path)):
+        exec(compile(cell, f"{path.name}, cell {number}", "exec"), names)
+
+
+def test_notebooks_are_saved_without_outputs() -> None:
+    assert len(NOTEBOOKS) == 3
+    for path in NOTEBOOKS:
+        data = json.loads(path.read_text())
+        assert not any(cell.get("outputs") for cell in data["cells"]), path.name
