@@ -64,10 +64,6 @@ class StateSnapshot:
         pieces = [replace(piece, elements=copy) for piece, copy in zip(self.pieces, copies, strict=True)]
         return replace(self, pieces=pieces)
 
-    def state(self) -> dict[str, Any]:
-        """Return the state dict for torch.distributed.checkpoint."""
-        return {piece.name: Boxes(piece.elements, shape=piece.shape, start=piece.start) for piece in self.pieces}
-
 
 def snapshot(
     model: nn.Module,
@@ -174,6 +170,13 @@ class Loading:
     own: dict[str, Any] | None
     has_optimizer: bool
     finish: Callable[[], None]
+
+    @property
+    def wanted(self) -> dict[str, tuple[int, int]]:
+        """Target → its first and last element, of the flattened tensor."""
+        starts = {name: one.start if isinstance(one, Boxes) else 0 for name, one in self.targets.items()}
+        counts = {name: (one.elements if isinstance(one, Boxes) else one).numel() for name, one in self.targets.items()}
+        return {name: (start, start + counts[name]) for name, start in starts.items()}
 
 
 @torch.no_grad()
