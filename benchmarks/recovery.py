@@ -136,6 +136,9 @@ def summary(done: list[Kill]) -> dict[str, str]:
         "seconds until the next step": f"median {median(seconds):.1f}, at most {max(seconds):.1f}",
         "steps computed again": f"median {median(again):g}, at most {max(again)}",
         "k": f"{min(kill.every for kill in done)} to {max(kill.every for kill in done)}",
+        "kills that cost less than k steps": f"{sum(kill.steps_again < kill.every for kill in done)}; "
+        f"k: {sum(kill.steps_again == kill.every for kill in done)}; "
+        f"more: {sum(kill.steps_again > kill.every for kill in done)}",
     }
 
 

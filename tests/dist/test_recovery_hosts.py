@@ -11,22 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from hosts import Host, NoNamespaces, two_hosts
+from hosts import Host
 from test_recovery import equal
 
 from shardwise.comm.job_environment import MEMORY
 
 PROGRAM = Path(__file__).with_name("protected.py")
 CONF = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=2"
-
-
-@pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[tuple[Host, Host]]:
-    try:
-        with two_hosts(tmp_path) as both:
-            yield both
-    except NoNamespaces as error:
-        pytest.skip(f"no network namespaces here: {error}")
 
 
 @pytest.fixture

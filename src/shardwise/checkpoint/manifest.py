@@ -39,7 +39,7 @@ _LISTS_BOXES, _LISTS_SLICES = 1, 2
 # A million boxes take about 100 MiB.
 _MOST_BYTES = 2**30
 # Of more slices than these, a new manifest does not list the boxes.
-MOST_LISTED_SLICES = 100_000
+MOST_LISTED_SLICES = 50_000
 
 # A tensor's name in a checkpoint is its path in nested state dicts, joined as in torch.distributed.checkpoint.
 MODEL, OPTIMIZER, EMA_OF, OWN = "model.", "optimizer.", "ema.", "own."
