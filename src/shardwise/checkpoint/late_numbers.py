@@ -31,7 +31,7 @@ class LateNumbers:
         return place
 
     def copies(self) -> list[tuple[Tensor, Tensor]]:
-        """Return (host, device) for what was collected: the values that it has now, which later writes do not change."""
+        """Return (host, device) for what was collected, with the values of now: later writes do not change them."""
         pairs = []
         for (_, dtype), places in self._waiting.items():
             values = torch.stack([value.detach().reshape(()) for _, value in places])

@@ -171,7 +171,7 @@ class _Staged:
         pass
 
     def lost_seconds(self, step_seconds: float) -> float:
-        return self._begun.elapsed_time(self._staged) / 1000
+        return float(self._begun.elapsed_time(self._staged)) / 1000
 
 
 class _Straight:
@@ -211,7 +211,7 @@ class _Straight:
         torch.cuda.current_stream(self._device).wait_event(self._copied)
 
     def lost_seconds(self, step_seconds: float) -> float:
-        seconds = self._begun.elapsed_time(self._copied) / 1000
+        seconds = float(self._begun.elapsed_time(self._copied)) / 1000
         return seconds if self._captured else max(0.0, seconds - step_seconds)
 
 
