@@ -30,7 +30,7 @@ class Case:
 
 
 CASES = {
-    "cpu": Case(model="gpt2-124m", num_ranks=4, strategy="ddp", precision="fp32", seq=64, micro_batch=1, num_steps=4),
+    "cpu": Case(model="gpt2-124m", num_ranks=4, strategy="ddp", precision="fp32", seq=64, micro_batch=1, num_steps=2),
     "h200": Case(
         model="llama-3.2-1b", num_ranks=1, strategy="fsdp", precision="bf16", seq=2048, micro_batch=2, num_steps=60
     ),
@@ -114,13 +114,13 @@ def rank() -> None:
         return {"seconds": elapsed / case.num_steps, "cpu_seconds": float(seconds) / case.num_steps}
 
     # It measures steps, then its first snapshots, and chooses k.
-    train(12, protected=True)
+    train(6, protected=True)
     recovery._snapshots.join()
     train(2, protected=True)
     every = recovery._flags.agreed["steps between snapshots"]
     # No other snapshot than the one at the beginning of a phase.
     recovery._asked = 10**6
-    train(3, protected=True)
+    train(2, protected=True)
     found: dict[str, list[dict[str, float]]] = {"on": [], "off": []}
     for number in range(num_rounds):
         # Each goes first equally often.
