@@ -10,10 +10,14 @@ it in memory. Seconds are of the CPU:
     agreeing     messages that a rank sends to compare a number with all others (order check, plans, flags of a save)
     flags        seconds to write and check the first of the used flags, with the order check in it (same_order.py)
     prepare      seconds of shardwise.prepare on meta, fsdp
-    saving       seconds in which a rank describes its file, of the slowest of 64 ranks; all ranks are played
+    saving       seconds in which a rank describes its file, of the slowest of 64 ranks
     manifest     seconds of rank 0: merging what it receives, writing the manifest and reading it again; its size
     loading      seconds in which a rank, of another number of ranks, plans what it reads; the slowest of those played
     memory       most memory of the process, less what it had after its imports
+
+Up to 512 ranks, all are played in a save, each of which merges what it receives. Of more ranks, those are played that
+send to rank 0; what the ranks behind them have merged is computed, in a way that the play of fewer ranks is checked
+against.
 
 `--listed` plays what a save did before: the manifest lists every box (version 1).
 """
@@ -43,8 +47,18 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 import shardwise
 from shardwise.checkpoint.boxes import Boxes
 from shardwise.checkpoint.contents import Contents, StatePiece
-from shardwise.checkpoint.manifest import FILE_NAME, MODEL, OPTIMIZER, Manifest, StoredFile, file_of, read_manifest
+from shardwise.checkpoint.manifest import (
+    FILE_NAME,
+    MODEL,
+    OPTIMIZER,
+    Manifest,
+    StoredFile,
+    StoredTensor,
+    file_of,
+    read_manifest,
+)
 from shardwise.checkpoint.parts import Part, describe_pieces
+from shardwise.checkpoint.slice_runs import SliceRun, merged_runs
 from shardwise.comm import rendezvous, small_collectives
 from shardwise.comm.absent import AbsentCollectives, absent_group
 from shardwise.comm.groups import Group
@@ -56,6 +70,8 @@ from shardwise.vocabulary.layout import Layout
 
 RANKS = (8, 64, 512, 4096, 16_384)
 STATES = ("exp_avg", "exp_avg_sq")
+# Of a save.
+MOST_PLAYED = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,24 +275,56 @@ def mailbox() -> Iterator[None]:
         yield
 
 
+def block_of(flats: list[Flat], *, first: int, stop: int, contents: Contents) -> Part:
+    """What ranks `first` to `stop` have merged: of each tensor a part of a slice, whole slices, and a part of one."""
+    tensors: dict[str, StoredTensor] = {}
+    for flat in flats:
+        size = flat.layout.slice_elements
+        for name, shape, (offset, count) in zip(flat.names, flat.layout.shapes, flat.layout.sizes(), strict=True):
+            begin, end = max(offset, first * size), min(offset + count, stop * size)
+            runs, rank = [], begin // size
+            while begin < end:
+                whole = (end - begin) // size if begin % size == 0 else 0
+                length = size if whole else min(end, (rank + 1) * size) - begin
+                runs.append(SliceRun(start=begin - offset, size=length, rank=rank, count=max(1, whole)))
+                begin += length * max(1, whole)
+                rank += max(1, whole)
+            for prefix in (MODEL, *(f"{OPTIMIZER}{state}." for state in STATES)) if runs else ():
+                tensors[prefix + name] = StoredTensor(dtype=torch.float32, shape=shape, runs=merged_runs(runs))
+    ranks = range(first, stop)
+    return Part(
+        contents=replace(contents, num_ranks=len(ranks), own=[{"rank": rank} for rank in ranks]),
+        files={file_of(rank): StoredFile(num_bytes=0, crc32=rank) for rank in ranks},
+        tensors=tensors,
+    )
+
+
 def saving(flats: list[Flat], *, num_ranks: int, folder: Path, listed: bool) -> Saved:
-    """Play all ranks of a save, the last one first: each sends to one before it."""
+    """Play a save, the last rank first: each sends to one before it."""
     contents = contents_of(flats)
     everyone = tuple(range(num_ranks))
+    played = everyone if num_ranks <= MOST_PLAYED else (0, *(1 << bit for bit in range(num_ranks.bit_length() - 1)))
     slowest = first_seconds = 0.0
+    for rank in everyone[:: max(1, num_ranks // 64)]:
+        begun = time.process_time()
+        part = part_of(flats, rank=rank, contents=contents)
+        assert headers_of(pieces_of(flats, rank=rank, empty=_on_meta)) >= len(part.tensors)
+        slowest = max(slowest, time.process_time() - begun)
     whole: Part | None = None
     with mailbox():
-        for rank in reversed(range(num_ranks)):
-            begun = time.process_time()
-            part = part_of(flats, rank=rank, contents=contents)
-            if rank % max(1, num_ranks // 64) == 0:
-                assert headers_of(pieces_of(flats, rank=rank, empty=_on_meta)) >= len(part.tensors)
-                slowest = max(slowest, time.process_time() - begun)
-            begun = time.process_time()
+        for rank in reversed(played):
             group = Group(handle=None, ranks=everyone, index=rank)  # type: ignore[arg-type]
+            if rank and num_ranks > MOST_PLAYED:
+                small_collectives._send(
+                    block_of(flats, first=rank, stop=min(2 * rank, num_ranks), contents=contents), to=0, group=group
+                )
+                continue
+            part = part_of(flats, rank=rank, contents=contents)
+            begun = time.process_time()
             whole = small_collectives.merge_on_first(part, Part.merged, group=group)
             first_seconds = time.process_time() - begun
     assert whole is not None
+    assert whole.tensors == block_of(flats, first=0, stop=num_ranks, contents=contents).tensors
     begun = time.process_time()
     with patch("shardwise.checkpoint.parts.MOST_LISTED_SLICES", 2**62) if listed else patch.dict({}):
         content = whole.manifest().to_bytes()

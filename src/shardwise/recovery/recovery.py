@@ -5,6 +5,7 @@ after each step   ranks exchange the step of their newest whole snapshot (comm/s
 at a start        the newest whole generation is found and loaded; older files go when a new one is whole
 """
 
+import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -213,8 +214,10 @@ class Recovery:
         if not self._measured and self._snapshots.whole == self._begun:
             self._measured = True
             snapshots = self._snapshots
-            # Ranks on CPUs compute with the cores that copy.
-            busy = snapshots.lost_seconds(self._cadence.step_seconds) if snapshots.on_gpu else snapshots.thread_seconds
+            # Ranks on CPUs compute with the cores that copy; where they share cores, each waits for the others' copies.
+            sharers = max(1.0, len(self._near) / len(os.sched_getaffinity(0)))
+            on_cpu = snapshots.thread_seconds * sharers
+            busy = snapshots.lost_seconds(self._cadence.step_seconds) if snapshots.on_gpu else on_cpu
             self._cadence.took(cost_seconds=self._stall_seconds + busy, copy_seconds=snapshots.copy_seconds)
 
     def _wanted_every(self) -> int:
