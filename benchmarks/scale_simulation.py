@@ -57,7 +57,7 @@ from shardwise.checkpoint.manifest import (
     file_of,
     read_manifest,
 )
-from shardwise.checkpoint.parts import Part, describe_pieces
+from shardwise.checkpoint.parts import CheckpointPart, describe_pieces
 from shardwise.checkpoint.slice_runs import SliceRun, merged_runs
 from shardwise.comm import rendezvous, small_collectives
 from shardwise.comm.absent import AbsentCollectives, absent_group
@@ -224,14 +224,14 @@ def headers_of(pieces: list[StatePiece]) -> int:
     return sum(len(Boxes(piece.elements, shape=piece.shape, start=piece.start).boxes) for piece in pieces)
 
 
-def part_of(flats: list[Flat], *, rank: int, contents: Contents) -> Part:
+def part_of(flats: list[Flat], *, rank: int, contents: Contents) -> CheckpointPart:
     """What a rank tells of its file."""
     pieces = pieces_of(flats, rank=rank, empty=_on_meta)
     held = {piece.name.removeprefix(MODEL) for piece in pieces if piece.name.startswith(MODEL)}
     optimizer = contents.optimizer or {}
     states = {name: state for name, state in optimizer["state"].items() if name in held}
     own = [{"rank": rank}]
-    return Part(
+    return CheckpointPart(
         contents=replace(contents, num_ranks=1, optimizer={**optimizer, "state": states}, own=own),
         files={file_of(rank): StoredFile(num_bytes=sum(4 * piece.elements.numel() for piece in pieces), crc32=rank)},
         tensors=describe_pieces(pieces, rank=rank),
@@ -275,7 +275,7 @@ def mailbox() -> Iterator[None]:
         yield
 
 
-def block_of(flats: list[Flat], *, first: int, stop: int, contents: Contents) -> Part:
+def block_of(flats: list[Flat], *, first: int, stop: int, contents: Contents) -> CheckpointPart:
     """What ranks `first` to `stop` have merged: of each tensor a part of a slice, whole slices, and a part of one."""
     tensors: dict[str, StoredTensor] = {}
     for flat in flats:
@@ -292,7 +292,7 @@ def block_of(flats: list[Flat], *, first: int, stop: int, contents: Contents) ->
             for prefix in (MODEL, *(f"{OPTIMIZER}{state}." for state in STATES)) if runs else ():
                 tensors[prefix + name] = StoredTensor(dtype=torch.float32, shape=shape, runs=merged_runs(runs))
     ranks = range(first, stop)
-    return Part(
+    return CheckpointPart(
         contents=replace(contents, num_ranks=len(ranks), own=[{"rank": rank} for rank in ranks]),
         files={file_of(rank): StoredFile(num_bytes=0, crc32=rank) for rank in ranks},
         tensors=tensors,
@@ -310,7 +310,7 @@ def saving(flats: list[Flat], *, num_ranks: int, folder: Path, listed: bool) -> 
         part = part_of(flats, rank=rank, contents=contents)
         assert headers_of(pieces_of(flats, rank=rank, empty=_on_meta)) >= len(part.tensors)
         slowest = max(slowest, time.process_time() - begun)
-    whole: Part | None = None
+    whole: CheckpointPart | None = None
     with mailbox():
         for rank in reversed(played):
             group = Group(handle=None, ranks=everyone, index=rank)  # type: ignore[arg-type]
@@ -321,7 +321,7 @@ def saving(flats: list[Flat], *, num_ranks: int, folder: Path, listed: bool) -> 
                 continue
             part = part_of(flats, rank=rank, contents=contents)
             begun = time.process_time()
-            whole = small_collectives.merge_on_first(part, Part.merged, group=group)
+            whole = small_collectives.merge_on_first(part, CheckpointPart.merged, group=group)
             first_seconds = time.process_time() - begun
     assert whole is not None
     assert whole.tensors == block_of(flats, first=0, stop=num_ranks, contents=contents).tensors

@@ -21,7 +21,7 @@ from shardwise.checkpoint.late_numbers import LateNumbers
 from shardwise.checkpoint.typed import from_json
 from shardwise.plan import Plan
 from shardwise.recovery import copying
-from shardwise.recovery.copying import Copier, Source, pin, unpin
+from shardwise.recovery.copying import Copier, CopySource, pin, unpin
 from shardwise.recovery.generation import DataFile
 from shardwise.recovery.memory_folder import free_memory
 from shardwise.recovery.memory_key import key_in
@@ -69,7 +69,7 @@ def test_the_copy_is_what_the_state_was_although_it_is_written_at_once(
             late = LateNumbers()
             place = late.to_json(count, what="count")
             sources = [
-                Source(begin=begin, elements=one, early=one is buffer)
+                CopySource(begin=begin, elements=one, early=one is buffer)
                 for begin, one in zip(begins, elements, strict=True)
             ]
             begun = copier.begin(sources, memory=file.memory, captured=captured, numbers=late.copies())
@@ -108,7 +108,7 @@ def test_an_update_that_follows_at_once_does_not_reach_the_copy(margin: int) -> 
     with patch.object(copying, "_MARGIN_BYTES", margin):
         for turn in range(1, 4):
             state.fill_(turn)
-            begun = copier.begin([Source(begin=0, elements=state, early=False)], memory=file.memory, captured=False)
+            begun = copier.begin([CopySource(begin=0, elements=state, early=False)], memory=file.memory, captured=False)
             begun.release_sources()
             state.fill_(-1)
             begun.finish()

@@ -34,20 +34,20 @@ from shardwise.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class CheckpointPart:
     """What one rank has written, or several that follow each other."""
 
     contents: Contents
     files: dict[str, StoredFile]
     tensors: dict[str, StoredTensor]
 
-    def merged(self, after: "Part") -> "Part":
+    def merged(self, after: "CheckpointPart") -> "CheckpointPart":
         """Return both as one; the other is of the ranks after these."""
         tensors = dict(self.tensors)
         for name, tensor in after.tensors.items():
             known = tensors.get(name)
             tensors[name] = tensor if known is None else _both(known, tensor)
-        return Part(
+        return CheckpointPart(
             contents=_both_contents(self.contents, after.contents), files=self.files | after.files, tensors=tensors
         )
 
@@ -77,7 +77,9 @@ def describe_pieces(pieces: Sequence[StatePiece], *, rank: int) -> dict[str, Sto
     return tensors
 
 
-def write_part(pieces: Sequence[StatePiece], *, contents: Contents, rank: int, folder: Path, disk: Disk) -> Part:
+def write_part(
+    pieces: Sequence[StatePiece], *, contents: Contents, rank: int, folder: Path, disk: Disk
+) -> CheckpointPart:
     """Write a rank's file, if it has pieces; it is on disk when this returns."""
     entries: dict[str, TensorEntry] = {}
     boxed = []
@@ -92,7 +94,7 @@ def write_part(pieces: Sequence[StatePiece], *, contents: Contents, rank: int, f
     files = {}
     if entries:
         files[file_of(rank)] = write_file(folder / file_of(rank), entries, parts, disk=disk)
-    return Part(contents=contents, files=files, tensors=describe_pieces(pieces, rank=rank))
+    return CheckpointPart(contents=contents, files=files, tensors=describe_pieces(pieces, rank=rank))
 
 
 def _both(one: StoredTensor, other: StoredTensor) -> StoredTensor:

@@ -17,7 +17,7 @@ from typing import TypeVar
 from shardwise.checkpoint.contents import StateSnapshot
 from shardwise.checkpoint.disk import Disk
 from shardwise.checkpoint.folder import begin, commit, discard, prune
-from shardwise.checkpoint.parts import Part, write_part
+from shardwise.checkpoint.parts import CheckpointPart, write_part
 from shardwise.checkpoint.ranks import Ranks, one_line
 from shardwise.errors import CheckpointError, DiskFailed
 
@@ -53,7 +53,7 @@ def write_checkpoint(
     """
     stages = _Stages(ranks, step=taken.contents.step, disk=disk)
 
-    def finish(whole: Part | None) -> None:
+    def finish(whole: CheckpointPart | None) -> None:
         if whole is None:
             return
         path = commit(stages.saving, whole.manifest(), disk=disk)
@@ -66,7 +66,7 @@ def write_checkpoint(
         part = stages.run(
             lambda: write_part(taken.pieces, contents=taken.contents, rank=ranks.index, folder=stages.saving, disk=disk)
         )
-        whole = ranks.merge_on_first(part, Part.merged)
+        whole = ranks.merge_on_first(part, CheckpointPart.merged)
         stages.run(lambda: finish(whole))
     except RuntimeError as error:
         # Another rank is gone, so that the exchange with it failed.

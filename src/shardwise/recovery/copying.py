@@ -23,7 +23,7 @@ _MARGIN_BYTES = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class CopySource:
     """Elements that go to `begin` and the bytes after it in a data file; `early` if the next forward changes them."""
 
     begin: int
@@ -69,7 +69,7 @@ class Copier:
     @torch.no_grad()
     def begin(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[CopySource],
         *,
         memory: Tensor,
         captured: bool,
@@ -114,7 +114,7 @@ class Copier:
 class _HostCopying:
     """Copies from host memory, made by the thread that calls `finish`."""
 
-    def __init__(self, sources: Sequence[Source], *, memory: Tensor) -> None:
+    def __init__(self, sources: Sequence[CopySource], *, memory: Tensor) -> None:
         self._pairs = [(source.within(memory), source.elements) for source in sources]
         self._copied = threading.Event()
 
@@ -139,7 +139,7 @@ class _Staged:
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[CopySource],
         *,
         memory: Tensor,
         staging: Tensor,
@@ -179,7 +179,7 @@ class _Straight:
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[CopySource],
         *,
         memory: Tensor,
         stream: torch.cuda.Stream,
@@ -233,7 +233,7 @@ class _Both:
         return self._device.lost_seconds(step_seconds)
 
 
-def _ranges(sources: Sequence[Source]) -> list[tuple[int, int]]:
+def _ranges(sources: Sequence[CopySource]) -> list[tuple[int, int]]:
     """Return the parts of the data file that the sources fill, each as long as no other piece lies between."""
     found: list[tuple[int, int]] = []
     for source in sorted(sources, key=lambda source: source.begin):

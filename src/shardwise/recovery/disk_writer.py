@@ -18,7 +18,7 @@ from shardwise.checkpoint.contents import StatePiece
 from shardwise.checkpoint.disk import Disk
 from shardwise.checkpoint.folder import begin, commit, discard, prune
 from shardwise.checkpoint.manifest import MODEL
-from shardwise.checkpoint.parts import Part, write_part
+from shardwise.checkpoint.parts import CheckpointPart, write_part
 from shardwise.checkpoint.ranks import one_line
 from shardwise.errors import CheckpointError, DiskFailed
 from shardwise.recovery.generation import OWN, Record, RecordName, check_totals, elements_of, mapped, read_record
@@ -62,7 +62,7 @@ def write_generation(memory: Path, *, start: str, step: int, folder: Path, keep:
     saving = begin(folder, step=step, disk=disk)
     try:
         parts = [_write(read_record(memory, name), memory, saving=saving, disk=disk) for name in wanted]
-        whole = reduce(Part.merged, parts)
+        whole = reduce(CheckpointPart.merged, parts)
         if finite_only and not whole.contents.finite:
             raise CheckpointError("a parameter holds a NaN or Inf")
         path = commit(saving, whole.manifest(), disk=disk)
@@ -73,7 +73,7 @@ def write_generation(memory: Path, *, start: str, step: int, folder: Path, keep:
     return path
 
 
-def _write(record: Record, memory: Path, *, saving: Path, disk: Disk) -> Part:
+def _write(record: Record, memory: Path, *, saving: Path, disk: Disk) -> CheckpointPart:
     """Write the file of one rank."""
     content = mapped(memory, record)
     check_totals(record, memory=content)

@@ -13,7 +13,7 @@ from shardwise.checkpoint.late_numbers import LateNumbers
 from shardwise.checkpoint.manifest import MODEL
 from shardwise.checkpoint.manifest import OWN as OF_RANK
 from shardwise.recovery.buddies import Buddies
-from shardwise.recovery.copying import Copier, Copying, Source, pin, unpin
+from shardwise.recovery.copying import Copier, Copying, CopySource, pin, unpin
 from shardwise.recovery.generation import (
     OWN,
     DataFile,
@@ -75,7 +75,7 @@ class Snapshots:
         # A forward changes buffers, and the loop its own values.
         early = {MODEL + name for name in taken.contents.buffers}
         sources = [
-            Source(
+            CopySource(
                 begin=begin_of(stored),
                 elements=piece.elements,
                 early=piece.name in early or piece.name.startswith(OF_RANK),

@@ -282,8 +282,7 @@ class Runner:
     def _learn(self, first: FirstForward) -> None:
         """Take the calls of the first forward, which is over on all ranks, as the program's order."""
         self.executor.end_first_forward()
-        observation = first.end()
-        self.seen = distinct(observation, text=observation.text)
+        self.seen = distinct(own := first.end(), text=own.text)
         announce(self.events.order_learned)
         # What was gathered so far the ranks of a group have agreed on, each group by itself.
         self.groups.gather.log.restart()
