@@ -2,7 +2,8 @@
 
 python benchmarks/recovery.py                       30 kills of one of 4 ranks, at random moments
 python benchmarks/recovery.py --kills 5 --seed 7    fewer, others
-python benchmarks/recovery.py --cost                the cost per step: GPT-124M on 4 CPU ranks, on and off in turn
+python benchmarks/recovery.py --cost cpu            the cost per step, on and off in turn: GPT-124M on 4 CPU ranks
+python benchmarks/recovery.py --cost h200           the same of Llama-1B on one GPU
 
 A kill is a SIGKILL of a random rank: at any moment, while a snapshot is taken, or while a checkpoint is written. The
 end must be bit-equal to that of a run that was left alone. Each kill is measured from the signal to the line "Resuming
@@ -136,6 +137,9 @@ def summary(done: list[Kill]) -> dict[str, str]:
         "seconds until the next step": f"median {median(seconds):.1f}, at most {max(seconds):.1f}",
         "steps computed again": f"median {median(again):g}, at most {max(again)}",
         "k": f"{min(kill.every for kill in done)} to {max(kill.every for kill in done)}",
+        "kills that cost less than k steps": f"{sum(kill.steps_again < kill.every for kill in done)}; "
+        f"k: {sum(kill.steps_again == kill.every for kill in done)}; "
+        f"more: {sum(kill.steps_again > kill.every for kill in done)}",
     }
 
 
@@ -143,14 +147,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--cost", action="store_true", help="measure the cost per step instead")
+    parser.add_argument("--cost", choices=["cpu", "h200"], help="measure the cost per step of a case instead")
     parser.add_argument("--rounds", type=int, default=6, help="of --cost: pairs of on and off")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="recovery-") as name:
         if args.cost:
             from recovery_cost import measure
 
-            measure(Path(name), num_rounds=args.rounds)
+            measure(args.cost, Path(name), num_rounds=args.rounds)
             return 0
         try:
             done = killed(args.kills, folder=Path(name), chance=random.Random(args.seed))

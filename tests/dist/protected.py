@@ -41,15 +41,28 @@ class Noisy(nn.Module):
 class Protected:
     """One training: the model, its optimizer, an average, a schedule, and what protects them."""
 
-    def __init__(self, plan: Plan, *, folder: Path, ema: bool = True, width: int = 13, disk: bool = False) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        folder: Path,
+        ema: bool = True,
+        width: int = 13,
+        disk: bool = False,
+        device: str = "cpu",
+        **options: Any,
+    ) -> None:
         torch.manual_seed(5)
+        self.device = torch.device(device)
         self.model: Any = Noisy(width)
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        self.model, self.optimizer = shardwise.prepare(self.model, optimizer, plan)
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, **options)
+        self.model, self.optimizer = shardwise.prepare(self.model, optimizer, plan, device=device)
         self.width, self.accumulate = width, plan.accumulate
         self.ema = shardwise.EMA(self.model, decay=0.9) if ema and plan.engine == "shardwise" else None
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, gamma=0.9)
-        self.scaler = shardwise.GradScaler("cpu", enabled=plan.precision == "fp16", init_scale=8.0, growth_interval=3)
+        self.scaler = shardwise.GradScaler(
+            self.device.type, enabled=plan.precision == "fp16", init_scale=8.0, growth_interval=3
+        )
         self.rank = torch.distributed.get_rank()
         torch.manual_seed(self.rank)
         self.checkpoints = Checkpoints(folder / "checkpoints") if disk else None
@@ -68,7 +81,7 @@ class Protected:
     def step(self, number: int) -> float:
         for index in range(self.accumulate):
             with shardwise.accumulate(self.model, enabled=index + 1 < self.accumulate):
-                loss = self.model(torch.randn(6, self.width))
+                loss = self.model(torch.randn(6, self.width, device=self.device))
                 self.scaler.scale(loss / self.accumulate).backward()
         kill("backward", number)
         time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
@@ -97,16 +110,20 @@ class Protected:
 
 def kill(moment: str, step: int) -> None:
     """Kill this process if KILL says `RANK MOMENT STEP` and it was started for the first time."""
-    wanted = os.environ.get("KILL", "").split()
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and wanted[1:] == [moment, str(step)]:
-        os.kill(os.getpid(), signal.SIGKILL if wanted[0] == os.environ["RANK"] else 0)
+    here = [os.environ.get("RANK"), moment, str(step)]
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and os.environ.get("KILL", "").split() == here:
+        Path(sys.argv[2], "killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
-def main() -> None:
+def main(device: str = "cpu") -> None:
     strategy, folder = sys.argv[1], Path(sys.argv[2])
-    training = Protected(Plan(strategy=strategy), folder=folder)
+    training = Protected(Plan(strategy=strategy), folder=folder, device=device)
     print(f"begins after step {training.run.step}, values {training.run.values}", flush=True)
-    losses = [training.step(number) for number in range(training.run.step + 1, NUM_STEPS + 1)]
+    losses = []
+    for number in range(training.run.step + 1, NUM_STEPS + 1):
+        (folder / f"began-{training.rank}-{number}-{os.environ.get('TORCHELASTIC_RESTART_COUNT')}").touch()
+        losses.append(training.step(number))
     state = training.state()
     if training.rank == 0:
         torch.save({"first": training.run.step - len(losses), "losses": losses, "state": state}, folder / "end.pt")

@@ -6,12 +6,11 @@ import signal
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from hosts import Host, NoNamespaces, two_hosts
+from hosts import Host
 from ranks import run_ranks
 from test_launch_train import CONFIG
 from train_tasks import trained
@@ -19,15 +18,6 @@ from train_tasks import trained
 from shardwise.train.config import TrainConfig
 
 HERE = Path(__file__).parent
-
-
-@pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[tuple[Host, Host]]:
-    try:
-        with two_hosts(tmp_path) as both:
-            yield both
-    except NoNamespaces as error:
-        pytest.skip(f"no network namespaces here: {error}")
 
 
 def run_on(hosts: tuple[Host, Host], *program: object, max_restarts: int = 0) -> None:

@@ -302,3 +302,25 @@ def test_a_rank_that_is_killed_costs_a_few_steps_and_no_bit(folder: Path, strate
     assert equal(one["state"], other["state"])
     assert MEMORY not in os.environ
     assert list(Path("/dev/shm").glob(f"shardwise-{key_in(folder / 'killed')}")) == []
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.whole
+def test_a_rank_that_is_killed_under_torchrun_is_made_up_for_within_a_minute(folder: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4", "--max-restarts=3"]
+    torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
+    torchrun += ["--rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=2"]
+    environment = os.environ | {"KILL": "1 update 6", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*torchrun, str(HERE / "protected.py"), "fsdp", str(folder)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    next_step = min(path.stat().st_mtime for path in folder.glob("began-*-1"))
+    seconds = next_step - (folder / "killed").stat().st_mtime
+    print(f"the next step began after {seconds:.1f} s")
+    assert seconds < 60

@@ -14,7 +14,7 @@ from wrong import WIDTH, Blocks, WrongCollectives
 from shardwise.comm.collectives import BackendCollectives
 from shardwise.comm.issued import first_difference
 from shardwise.engine.engine import engine_of
-from shardwise.engine.guards.same_order import coefficient
+from shardwise.engine.guards.same_order import coefficient, count_bits
 from shardwise.engines import prepare
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
@@ -97,7 +97,13 @@ def test_groups_of_a_mesh_may_evaluate_more_often_than_others() -> None:
     assert run_ranks(evaluates_unevenly, num_ranks=4) == ["trained"] * 4
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8, 64, 1000])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 64, 16_383, 16_384, 65_536])
+def test_the_flag_counts_all_ranks_and_the_hash_is_not_touched(num_ranks: int) -> None:
+    assert num_ranks < 2 ** count_bits(num_ranks)
+    assert 32 - count_bits(num_ranks) >= 15
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8, 64, 1000, 16_384])
 def test_coefficients_add_up_to_nothing_but_no_part_of_them_does(num_ranks: int) -> None:
     all_of_them = [coefficient(rank, num_ranks=num_ranks) for rank in range(num_ranks)]
     assert sum(all_of_them) == 0

@@ -7,7 +7,6 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -20,7 +19,7 @@ from whole import whole
 from wrong import WIDTH, Blocks
 
 from reliability.said import say
-from shardwise.comm.agreement import exchange
+from shardwise.comm.small_collectives import from_first
 from shardwise.comm.watch import EXIT_CODE
 from shardwise.engines import prepare
 from shardwise.launch.launch import launch
@@ -267,12 +266,12 @@ def outlives_the_model_before(rank: int) -> None:
     models = [Blocks()]
     prepare(models[0], None, Plan())
 
-    def collected(value: Any) -> list[Any]:
+    def collected(value: str) -> str:
         models.clear()
         gc.collect()
-        return exchange(value)
+        return from_first(value)
 
-    with patch("shardwise.comm.watch.exchange", collected):
+    with patch("shardwise.comm.watch.from_first", collected):
         model = Blocks()
         prepare(model, None, Plan())
     watching = [thread for thread in threading.enumerate() if thread.name.startswith("shardwise-watch")]

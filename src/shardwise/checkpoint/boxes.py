@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +70,7 @@ def covers(boxes: Sequence[Box], *, shape: Sequence[int]) -> bool:
         return False
     filled = [box for box in boxes if box.num_elements]
     if all(_contiguous(box, shape) for box in filled):
-        spans = sorted((_flat(box.offsets, shape), box.num_elements) for box in filled)
+        spans = sorted((flat_index(box.offsets, shape), box.num_elements) for box in filled)
         return all(start + size <= after for (start, size), (after, _) in pairwise(spans))
     return not any(_overlap(one, other) for one, other in combinations(filled, 2))
 
@@ -84,7 +83,8 @@ def _contiguous(box: Box, shape: Sequence[int]) -> bool:
     return all(size == full for size, full in sizes[1:])
 
 
-def _flat(offsets: Sequence[int], shape: Sequence[int]) -> int:
+def flat_index(offsets: Sequence[int], shape: Sequence[int]) -> int:
+    """Return the index in the flattened tensor."""
     index = 0
     for offset, size in zip(offsets, shape, strict=True):
         index = index * size + offset
@@ -119,7 +119,6 @@ class Boxes(Tensor):
             made.boxes = [Box(offsets=(0,) * len(shape), sizes=tuple(shape))]
         parts = torch.split(elements, [box.num_elements for box in made.boxes]) if made.boxes else ()
         made._views = {box.offsets: part.view(box.sizes) for part, box in zip(parts, made.boxes, strict=True)}
-        made._properties = TensorProperties(dtype=elements.dtype)
         made.start, made.elements = start, elements
         return made
 
@@ -127,21 +126,10 @@ class Boxes(Tensor):
     elements: Tensor
     boxes: list[Box]
     _views: dict[tuple[int, ...], Tensor]
-    _properties: TensorProperties
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [
             ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes)) for box in self.boxes
-        ]
-
-    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
-        return [
-            WriteItem(
-                index=MetadataIndex(name, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=self._properties, size=self.size()),
-            )
-            for chunk in self.__create_chunk_list__()
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:

@@ -1,8 +1,10 @@
 """Save and load a training: the model, the optimizer, and its progress. This is the interface for users.
 
-save ──▶ each rank's slices, as boxes of named tensors ──▶ copied to the host ──▶ written in the background by
-         torch.distributed.checkpoint, through our storage
-load ◀── boxes of the slices that each rank holds now ◀── the same planners, which read what overlaps
+save ──▶ each rank's slices, as boxes of named tensors ──▶ copied to the host ──▶ written in the background (saving.py)
+load ◀── boxes of the slices that each rank holds now ◀── read, as far as they overlap, by the planner of
+         torch.distributed.checkpoint
+
+Each rank plans by itself what it writes and reads; ranks exchange no plans.
 """
 
 import threading
@@ -10,30 +12,26 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as planned_load
-from torch.distributed.checkpoint.state_dict_saver import save as planned_save
 from torch.optim import Optimizer
 
-from shardwise.checkpoint.contents import StateSnapshot, loading, snapshot
+from shardwise.checkpoint.contents import Loading, StateSnapshot, loading, snapshot
 from shardwise.checkpoint.disk import Disk
 from shardwise.checkpoint.folder import checkpoints_in
 from shardwise.checkpoint.manifest import Manifest, read_manifest, verify_files
 from shardwise.checkpoint.ranks import Ranks, one_line
+from shardwise.checkpoint.saving import write_checkpoint
 from shardwise.checkpoint.staging import Staging
-from shardwise.checkpoint.storage import CheckpointReader, CheckpointWriter
+from shardwise.checkpoint.storage import CheckpointReader
 from shardwise.checkpoint.typed import from_json
 from shardwise.engine.prepared.average import EMA
-from shardwise.errors import CheckpointError, DiskFailed
-
-# Errors that the user has to fix: another attempt would fail in the same way.
-_NOT_THE_DISK = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
+from shardwise.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,27 +123,22 @@ class Checkpoints:
         begun = time.perf_counter()
         self.wait()
         ranks = self._together()
-        taken: list[StateSnapshot] = []
 
-        def take() -> tuple[int, str | None]:
+        def take() -> StateSnapshot:
             now = snapshot(model, optimizer, step=step, progress=progress or {}, own=own or {}, ranks=ranks, ema=ema)
-            taken.append(now.copied(self._staging) if self._asynchronous else now)
-            return step, now.nonfinite
+            return now.copied(self._staging) if self._asynchronous else now
 
-        everyone = ranks.each(take)
-        steps = [theirs for theirs, _ in everyone]
-        if set(steps) != {step}:
-            raise CheckpointError(f"ranks save different steps: {', '.join(map(str, steps))}")
-        for rank, (_, name) in enumerate(everyone):
-            if name is not None and finite_only:
-                raise CheckpointError(f"step {step} is not saved: on rank {rank} {name} holds a NaN or Inf")
+        taken = ranks.together(take)
+        _check_same_step(step, ranks=ranks)
+        for rank, name in ranks.failures(taken.nonfinite).items() if finite_only else ():
+            raise CheckpointError(f"step {step} is not saved: on rank {rank} {name} holds a NaN or Inf")
         if self._asynchronous:
             name = f"checkpoint of step {step}"
-            self._thread = threading.Thread(target=self._write_noting, args=(taken[0], ranks), name=name)
+            self._thread = threading.Thread(target=self._write_noting, args=(taken, ranks), name=name)
             self._thread.start()
         else:
-            self._write(taken[0], ranks)
-        return Saving(step=step, stall_seconds=time.perf_counter() - begun, num_bytes=taken[0].num_bytes)
+            self._write(taken, ranks)
+        return Saving(step=step, stall_seconds=time.perf_counter() - begun, num_bytes=taken.num_bytes)
 
     def wait(self) -> None:
         """Wait until the pending save is on disk, under its final name."""
@@ -163,15 +156,15 @@ class Checkpoints:
         """
         self.wait()
         ranks = self._together()
-        names = ranks.each(lambda: [path.name for path in checkpoints_in(self.folder)] if ranks.index == 0 else [])[0]
+        names = ranks.by_first(lambda: [path.name for path in checkpoints_in(self.folder)])
         for name in reversed(names):
             path = self.folder / name
-            problems = [problem for problem in ranks.each(partial(_problem, path, ranks=ranks)) if problem]
+            problems = ranks.failures(_problem(path, ranks=ranks))
             if not problems:
                 return SavedCheckpoint(path=path, manifest=read_manifest(path))
             self._damaged.add(name)
             if ranks.index == 0:
-                warnings.warn(f"checkpoint passed over: {problems[0]}", stacklevel=2)
+                warnings.warn(f"checkpoint passed over: {next(iter(problems.values()))}", stacklevel=2)
         return None
 
     def load(
@@ -186,22 +179,11 @@ class Checkpoints:
         self.wait()
         ranks = self._together()
         manifest = saved.manifest
-        prepared = []
-        ranks.each(lambda: prepared.append(loading(model, optimizer, manifest=manifest, ranks=ranks, ema=ema)))
-        (load,) = prepared
+        load = ranks.together(lambda: loading(model, optimizer, manifest=manifest, ranks=ranks, ema=ema))
         if optimizer is not None and not load.has_optimizer and ranks.index == 0:
             warnings.warn(f"{saved.path} holds weights only: the optimizer starts afresh", stacklevel=2)
-        try:
-            _quiet_without_a_group(ranks)
-            planned_load(
-                load.targets,
-                storage_reader=CheckpointReader(saved.path, manifest=manifest),
-                planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-                process_group=ranks.handle,
-            )
-        except CheckpointException as error:
-            line = _first_failure(error)
-            raise CheckpointError(f"{saved.path} was not loaded, or only in part: {line}") from error
+        for rank, line in ranks.failures(_read(saved, load)).items():
+            raise CheckpointError(f"{saved.path} was not loaded, or only in part: rank {rank}: {line}")
         load.finish()
         progress = from_json(manifest.contents.progress)
         return Loaded(step=saved.step, progress=progress, own=load.own)
@@ -227,29 +209,15 @@ class Checkpoints:
             self._failure = error
 
     def _write(self, taken: StateSnapshot, ranks: Ranks) -> None:
-        writer = CheckpointWriter(
-            self.folder,
-            contents=taken.contents,
+        write_checkpoint(
+            taken,
+            folder=self.folder,
+            ranks=ranks,
             keep=self._keep,
             disk=self._disk,
             damaged=frozenset(self._damaged),
             on_saved=self._on_saved,
         )
-        try:
-            _quiet_without_a_group(ranks)
-            planned_save(
-                taken.state(),
-                storage_writer=writer,
-                planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-                process_group=ranks.handle,
-            )
-        except CheckpointException as error:
-            # It is raised only after every rank has finished writing.
-            raise _not_written(error, step=taken.contents.step, writer=writer) from error
-        except Exception as error:
-            # Another rank is gone, so that the exchange with it failed.
-            line = one_line(error)
-            raise CheckpointError(f"the checkpoint of step {taken.contents.step} was not written: {line}") from error
 
 
 def open_checkpoint(path: str | Path) -> SavedCheckpoint:
@@ -269,24 +237,26 @@ def _problem(path: Path, *, ranks: Ranks) -> str | None:
     return None
 
 
-def _not_written(error: CheckpointException, *, step: int, writer: CheckpointWriter) -> CheckpointError:
-    """Remove what was written, and return the error to raise."""
-    failures = [failure for _, (failure, _) in sorted(error.failures.items())]
-    line = f"the checkpoint of step {step} was not written: {_first_failure(error)}"
-    # A failure that is no Exception ends the process, so nothing is removed.
-    if all(isinstance(failure, Exception) for failure in failures) and not writer.discard():
-        line += "; its half-written folder could not be removed"
-    by_disk = isinstance(failures[0], OSError) and not isinstance(failures[0], _NOT_THE_DISK)
-    return DiskFailed(line) if by_disk else CheckpointError(line)
+def _check_same_step(step: int, *, ranks: Ranks) -> None:
+    first = ranks.by_first(lambda: step)
+    if ranks.any(step != first):
+        steps = ", ".join(map(str, ranks.each(lambda: step)))
+        raise CheckpointError(f"ranks save different steps: {steps}")
 
 
-def _first_failure(error: CheckpointException) -> str:
-    """Describe the failure of the first rank that failed, in one line."""
-    rank, (failure, _) = min(error.failures.items())
-    return f"rank {rank}: {one_line(failure)}"
-
-
-def _quiet_without_a_group(ranks: Ranks) -> None:
-    """Ignore torch's warning that it works in one process: that is intended."""
-    if ranks.group is None:
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+def _read(saved: SavedCheckpoint, load: Loading) -> str | None:
+    """Fill the targets of this rank; return what went wrong, in one line."""
+    try:
+        with warnings.catch_warnings():
+            # That this is planned in one process is intended.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+            planned_load(
+                load.targets,
+                storage_reader=CheckpointReader(saved.path, manifest=saved.manifest, wanted=load.wanted),
+                planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                no_dist=True,
+            )
+    except CheckpointException as error:
+        ((failure, _),) = error.failures.values()
+        return one_line(failure)
+    return None

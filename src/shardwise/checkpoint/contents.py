@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint.boxes import Boxes, share
 from shardwise.checkpoint.holding import holding
+from shardwise.checkpoint.late_numbers import LateNumbers
 from shardwise.checkpoint.manifest import EMA_OF, MODEL, OWN, Contents, Manifest
 from shardwise.checkpoint.optimizer_state import OptimizerLoad, describe_optimizer
 from shardwise.checkpoint.ranks import Ranks
@@ -64,10 +65,6 @@ class StateSnapshot:
         pieces = [replace(piece, elements=copy) for piece, copy in zip(self.pieces, copies, strict=True)]
         return replace(self, pieces=pieces)
 
-    def state(self) -> dict[str, Any]:
-        """Return the state dict for torch.distributed.checkpoint."""
-        return {piece.name: Boxes(piece.elements, shape=piece.shape, start=piece.start) for piece in self.pieces}
-
 
 def snapshot(
     model: nn.Module,
@@ -80,11 +77,13 @@ def snapshot(
     ema: EMA | None = None,
     sharers: Collection[int] | None = None,
     check_finite: bool = True,
+    late: LateNumbers | None = None,
 ) -> StateSnapshot:
     """Return this rank's part of a checkpoint, in the memory that is trained.
 
     sharers        of the ranks that hold equal elements, those that write them once (default: all)
     check_finite   look for NaN and Inf, which reads all parameters and waits for the device
+    late           collects the optimizer's numbers on a GPU, which are otherwise read now, which waits for the device
     """
     state = state_of(model)
     if optimizer is not None or ema is not None:
@@ -98,7 +97,8 @@ def snapshot(
     nonfinite = _first_nonfinite(pieces) if check_finite else None
     described = None
     if optimizer is not None:
-        described, states = describe_optimizer(optimizer, slices=held.stepped, groups=groups)
+        write = to_json if late is None else late.to_json
+        described, states = describe_optimizer(optimizer, slices=held.stepped, groups=groups, to_json=write)
         pieces += [written(one.name, one.of, one.value) for one in states]
     if ema is not None:
         pieces += [written(EMA_OF + part.name, part, average) for part, average in _averaged(held, ema)]
@@ -174,6 +174,13 @@ class Loading:
     own: dict[str, Any] | None
     has_optimizer: bool
     finish: Callable[[], None]
+
+    @property
+    def wanted(self) -> dict[str, tuple[int, int]]:
+        """Target → its first and last element, of the flattened tensor."""
+        starts = {name: one.start if isinstance(one, Boxes) else 0 for name, one in self.targets.items()}
+        counts = {name: (one.elements if isinstance(one, Boxes) else one).numel() for name, one in self.targets.items()}
+        return {name: (start, start + counts[name]) for name, start in starts.items()}
 
 
 @torch.no_grad()

@@ -106,7 +106,7 @@ def assembled(name: str, *, manifest: Manifest, files: Iterable[TensorFile]) -> 
     stored = manifest.tensors[name]
     by_name = {file.path.name: file for file in files}
     whole = torch.empty(stored.shape, dtype=stored.dtype)
-    for box in stored.boxes:
+    for box in stored.boxes():
         target = whole
         for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
             target = target.narrow(dim, offset, size)
@@ -131,7 +131,7 @@ def import_weights(
         name: StoredTensor(
             dtype=entry.dtype,
             shape=entry.shape,
-            boxes=(StoredBox(offsets=(0,) * len(entry.shape), sizes=entry.shape, file=file_name),),
+            listed=(StoredBox(offsets=(0,) * len(entry.shape), sizes=entry.shape, file=file_name),),
         )
         for name, entry in entries.items()
     }

@@ -1,19 +1,22 @@
 """The manifest of a checkpoint: its contents, the place of each box of each tensor, and the checksums of its files.
 
-One JSON file, written last. Checksums are CRC-32: they detect damage by disks, copies and crashes at the speed of
-reading. They do not protect against an attacker, who could change the manifest as well.
+One JSON file, written last. Version 1 lists every box. Thousands of ranks write more of them than one file can list;
+version 2 then lists slices (slice_runs.py), from which the boxes follow.
+
+Checksums are CRC-32: they detect damage by disks, copies and crashes at the speed of reading. They do not protect
+against an attacker, who could change the manifest as well.
 """
 
 import json
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
-    STORAGE_TYPES,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -21,7 +24,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shardwise.checkpoint.boxes import Box, covers
+from shardwise.checkpoint.boxes import Box, covers, cut, flat_index
+from shardwise.checkpoint.slice_runs import SliceRun, cover, slices_between
 from shardwise.checkpoint.tensor_file import checksum
 from shardwise.checkpoint.typed import dtype_name, dtype_of
 from shardwise.errors import CheckpointError
@@ -30,10 +34,12 @@ from shardwise.files.regular_file import read_at_most
 
 FILE_NAME = "manifest.json"
 FORMAT = "shardwise-checkpoint"
-VERSION = 1
+_LISTS_BOXES, _LISTS_SLICES = 1, 2
 
 # A million boxes take about 100 MiB.
 _MOST_BYTES = 2**30
+# Of more slices than these, a new manifest does not list the boxes.
+MOST_LISTED_SLICES = 50_000
 
 # A tensor's name in a checkpoint is its path in nested state dicts, joined as in torch.distributed.checkpoint.
 MODEL, OPTIMIZER, EMA_OF, OWN = "model.", "optimizer.", "ema.", "own."
@@ -56,11 +62,37 @@ class StoredBox(Box):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """A tensor by its boxes, which cover it without overlap."""
+    """A tensor by its boxes, which cover it without overlap: they are listed, or follow from runs of slices."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    boxes: tuple[StoredBox, ...]
+    listed: tuple[StoredBox, ...] = ()
+    runs: tuple[SliceRun, ...] = ()
+
+    def boxes(self) -> Iterator[StoredBox]:
+        """Yield all boxes."""
+        return self.boxes_between(0, prod(self.shape))
+
+    def boxes_between(self, start: int, stop: int) -> Iterator[StoredBox]:
+        """Yield at least the boxes that hold elements `start` to `stop` of the flattened tensor."""
+        yield from self.listed
+        for begin, end, rank in slices_between(self.runs, start=start, stop=stop):
+            for box in cut(self.shape, start=begin, stop=end):
+                yield StoredBox(offsets=box.offsets, sizes=box.sizes, file=file_of(rank))
+
+    def box_at(self, offsets: Sequence[int]) -> StoredBox:
+        """Return the box that begins at these offsets."""
+        start = flat_index(offsets, self.shape)
+        return next(box for box in self.boxes_between(start, start + 1) if box.offsets == tuple(offsets))
+
+    def with_boxes_listed(self) -> "StoredTensor":
+        return replace(self, listed=tuple(self.boxes()), runs=())
+
+    def to_body(self) -> dict[str, Any]:
+        body: dict[str, Any] = {"dtype": dtype_name(self.dtype), "shape": self.shape}
+        if self.runs:
+            return body | {"slices": [[run.start, run.size, run.rank, run.count, run.stride] for run in self.runs]}
+        return body | {"boxes": [[box.offsets, box.sizes, box.file] for box in self.listed]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,31 +139,40 @@ class Manifest:
                 if not (name == "finite" and self.contents.finite) and not (name == "ema" and self.contents.ema is None)
             },
             "files": {name: {"num_bytes": f.num_bytes, "crc32": f.crc32} for name, f in self.files.items()},
-            "tensors": {
-                name: {
-                    "dtype": dtype_name(tensor.dtype),
-                    "shape": tensor.shape,
-                    "boxes": [[box.offsets, box.sizes, box.file] for box in tensor.boxes],
-                }
-                for name, tensor in self.tensors.items()
-            },
+            "tensors": {name: tensor.to_body() for name, tensor in self.tensors.items()},
         }
+        version = _LISTS_SLICES if any(tensor.runs for tensor in self.tensors.values()) else _LISTS_BOXES
         text = json.dumps(body, allow_nan=False)
-        return json.dumps(
-            {"format": FORMAT, "version": VERSION, "crc32": zlib.crc32(text.encode()), "body": body}, allow_nan=False
-        ).encode()
+        outer = json.dumps({"format": FORMAT, "version": version, "crc32": zlib.crc32(text.encode())})
+        return f'{outer[:-1]}, "body": {text}}}'.encode()
 
-    def metadata(self) -> Metadata:
-        """Return it for torch.distributed.checkpoint, with a tied parameter under each of its names."""
-        tensors: dict[str, STORAGE_TYPES] = {name: _storage_metadata(t) for name, t in self.tensors.items()}
-        for alias, name in self.contents.aliases.items():
-            tensors[MODEL + alias] = tensors[MODEL + name]
-        return Metadata(tensors)
+    def metadata(self, wanted: Mapping[str, tuple[int, int]] | None = None) -> Metadata:
+        """Return it for torch.distributed.checkpoint, with a tied parameter under each of its names.
+
+        wanted   tensor → the first and last element of it that will be read, of the flattened tensor: other tensors,
+                 and boxes of which nothing is read, may be left out
+        """
+        if wanted is None:
+            aliases = {MODEL + alias: MODEL + name for alias, name in self.contents.aliases.items()}
+            names = [*self.tensors, *aliases]
+            wanted = {name: (0, prod(self.tensors[self.first_name(name)].shape)) for name in names}
+        return Metadata(
+            {
+                name: _storage_metadata(self.tensors[first], start=start, stop=stop)
+                for name, (start, stop) in wanted.items()
+                if (first := self.first_name(name)) in self.tensors
+            }
+        )
 
     def first_name(self, name: str) -> str:
         """Return the name under which a tensor is stored, given any of its names."""
         first = self.contents.aliases.get(name.removeprefix(MODEL)) if name.startswith(MODEL) else None
         return name if first is None else MODEL + first
+
+
+def file_of(rank: int) -> str:
+    """Return the name of the file that a rank writes."""
+    return f"rank-{rank:05}.safetensors"
 
 
 def box_key(name: str, box: Box, *, shape: tuple[int, ...]) -> str:
@@ -150,8 +191,11 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
     try:
         outer = json.loads(text)
-        if outer["format"] != FORMAT or outer["version"] != VERSION:
-            raise CheckpointError(f"{path}: is {outer['format']} {outer['version']}; this reads {FORMAT} {VERSION}")
+        if outer["format"] != FORMAT or outer["version"] not in (_LISTS_BOXES, _LISTS_SLICES):
+            raise CheckpointError(
+                f"{path}: is {outer['format']} {outer['version']}; this reads {FORMAT} {_LISTS_BOXES} and "
+                f"{_LISTS_SLICES}"
+            )
         if zlib.crc32(json.dumps(outer["body"]).encode()) != outer["crc32"]:
             raise CheckpointError(f"{path}: is damaged: it does not have its checksum")
         return _from_body(outer["body"])
@@ -191,6 +235,7 @@ _CONTENTS = record(
     finite=switch,
 )
 _FILES = table(record(num_bytes=whole(least=0), crc32=whole(least=0)))
+_SLICES = each(row(whole(least=0), whole(least=1), whole(least=0), whole(least=1), whole()))
 
 
 def _from_body(body: dict[str, Any]) -> Manifest:
@@ -202,17 +247,46 @@ def _from_body(body: dict[str, Any]) -> Manifest:
             raise ValueError(f"{name[:100]!r} is not a file that a checkpoint has")
     tensors = {}
     for name, values in body["tensors"].items():
-        boxes = tuple(StoredBox(offsets=tuple(o), sizes=tuple(s), file=file) for o, s, file in values["boxes"])
-        shape = tuple(values["shape"])
-        for box in boxes:
-            if not all(type(size) is int for size in (*shape, *box.offsets, *box.sizes)):
-                raise ValueError(f"{name} has a shape that is not of whole numbers")
-            if box.file not in files or not box.inside(shape):
-                raise ValueError(f"{name} has a box outside of its files or of its shape")
-        if not covers(boxes, shape=shape):
-            raise ValueError(f"the boxes of {name} do not cover it, or overlap")
-        tensors[name] = StoredTensor(dtype=dtype_of(values["dtype"]), shape=shape, boxes=boxes)
+        dtype, shape = dtype_of(values["dtype"]), tuple(values["shape"])
+        if not all(type(size) is int for size in shape):
+            raise ValueError(f"{name} has a shape that is not of whole numbers")
+        if "slices" in values:
+            runs = _runs(values["slices"], name=name, num_elements=prod(shape), files=files)
+            tensors[name] = StoredTensor(dtype=dtype, shape=shape, runs=runs)
+        else:
+            tensors[name] = StoredTensor(
+                dtype=dtype, shape=shape, listed=_boxes(values["boxes"], name=name, shape=shape, files=files)
+            )
     return Manifest(contents=Contents(**body["contents"]), files=files, tensors=tensors)
+
+
+def _boxes(values: Any, *, name: str, shape: tuple[int, ...], files: Collection[str]) -> tuple[StoredBox, ...]:
+    boxes = tuple(StoredBox(offsets=tuple(o), sizes=tuple(s), file=file) for o, s, file in values)
+    for box in boxes:
+        if not all(type(size) is int for size in (*box.offsets, *box.sizes)):
+            raise ValueError(f"{name} has a shape that is not of whole numbers")
+        if box.file not in files or not box.inside(shape):
+            raise ValueError(f"{name} has a box outside of its files or of its shape")
+    if not covers(boxes, shape=shape):
+        raise ValueError(f"the boxes of {name} do not cover it, or overlap")
+    return boxes
+
+
+def _runs(values: Any, *, name: str, num_elements: int, files: Collection[str]) -> tuple[SliceRun, ...]:
+    _SLICES(values, name)
+    num_files = len(files) if file_of(len(files) - 1) in files else 0
+    runs = tuple(
+        SliceRun(start=start, size=size, rank=rank, count=count, stride=stride)
+        for start, size, rank, count, stride in values
+    )
+    if not cover(runs, num_elements=num_elements):
+        raise ValueError(f"the slices of {name} do not cover it, or overlap")
+    for run in runs:
+        ends = (run.rank, run.rank + (run.count - 1) * run.stride)
+        # By their ends where all ranks have a file: a large checkpoint has millions of slices.
+        if not (min(ends) >= 0 and max(ends) < num_files) and any(file_of(rank) not in files for rank in run.ranks):
+            raise ValueError(f"{name} has a slice outside of its files")
+    return runs
 
 
 def _is_plain_name(name: str) -> bool:
@@ -220,9 +294,10 @@ def _is_plain_name(name: str) -> bool:
     return name != "" and Path(name).name == name and name.isprintable() and len(name.encode()) <= 255
 
 
-def _storage_metadata(tensor: StoredTensor) -> TensorStorageMetadata:
+def _storage_metadata(tensor: StoredTensor, *, start: int, stop: int) -> TensorStorageMetadata:
     chunks = [
-        ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes)) for box in tensor.boxes
+        ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
+        for box in tensor.boxes_between(start, stop)
     ]
     return TensorStorageMetadata(
         properties=TensorProperties(dtype=tensor.dtype), size=torch.Size(tensor.shape), chunks=chunks
@@ -231,6 +306,7 @@ def _storage_metadata(tensor: StoredTensor) -> TensorStorageMetadata:
 
 def box_of(index: MetadataIndex, *, of: StoredTensor) -> StoredBox:
     """Return the box that a planner refers to."""
-    if index.index is not None and index.index < len(of.boxes) and of.boxes[index.index].offsets == index.offset:
-        return of.boxes[index.index]
-    return next(box for box in of.boxes if box.offsets == index.offset)
+    if index.index is not None and index.index < len(of.listed) and of.listed[index.index].offsets == index.offset:
+        return of.listed[index.index]
+    assert index.offset is not None
+    return of.box_at(index.offset)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,12 @@ _LIKE_PARAMETER = "__like_parameter__"
 _SHAPED = "__shaped__"
 
 
+class ToJson(Protocol):
+    """Returns a value in JSON's types; see typed.to_json."""
+
+    def __call__(self, value: Any, *, what: str) -> Any: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SliceState:
     """A state, or this rank's slice of it, under its name in a checkpoint."""
@@ -31,7 +37,11 @@ class SliceState:
 
 
 def describe_optimizer(
-    optimizer: Optimizer, *, slices: Sequence[OwnedSlice], groups: Sequence[Sequence[str]]
+    optimizer: Optimizer,
+    *,
+    slices: Sequence[OwnedSlice],
+    groups: Sequence[Sequence[str]],
+    to_json: ToJson = to_json,
 ) -> tuple[dict[str, Any], list[SliceState]]:
     """Return (what the manifest says, what is written as tensors) of the slices that this rank holds."""
     numbers = _keys_of_numbers(optimizer, slices)

@@ -5,8 +5,9 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from shardwise.comm.agreement import on_each_rank
+from shardwise.comm.agreement import any_rank, by_first, exchange, on_each_rank, together
 from shardwise.comm.groups import Group
+from shardwise.comm.small_collectives import merge_on_first
 from shardwise.errors import CheckpointError
 
 T = TypeVar("T")
@@ -42,6 +43,37 @@ class Ranks:
     @property
     def handle(self) -> Any:
         return None if self.group is None else self.group.handle
+
+    # The cost of these does not grow with the number of ranks, or with its logarithm.
+
+    def together(self, action: Callable[[], T]) -> T:
+        """Return this rank's result of `action`; raise on all if it fails on one. Collective."""
+        if self.group is None:
+            return action()
+        return together(action, group=self.group, raises=CheckpointError, describe=one_line)
+
+    def by_first(self, action: Callable[[], T]) -> T:
+        """Return what `action` returns on rank 0; raise on all if it fails. Collective."""
+        if self.group is None:
+            return action()
+        return by_first(action, group=self.group, raises=CheckpointError, describe=one_line)
+
+    def any(self, condition: bool) -> bool:
+        """Return whether the condition holds on any rank. Collective."""
+        return condition if self.group is None else any_rank(condition, group=self.group)
+
+    def failures(self, failure: T | None) -> dict[int, T]:
+        """Return what failed on which rank, in the order of ranks; nothing if all is well. Collective."""
+        if not self.any(failure is not None):
+            return {}
+        everyone = [failure] if self.group is None else exchange(failure, group=self.group)
+        return {rank: one for rank, one in enumerate(everyone) if one is not None}
+
+    def merge_on_first(self, value: T, merge: Callable[[T, T], T]) -> T | None:
+        """Return what all ranks' values merge into, on rank 0, and None on the others. Collective."""
+        return value if self.group is None else merge_on_first(value, merge, group=self.group)
+
+    # The cost of this one does.
 
     def each(self, action: Callable[[], T]) -> list[T]:
         """Return the result of `action` on each rank; raise on all if it fails on one. Collective."""

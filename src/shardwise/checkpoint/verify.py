@@ -14,7 +14,7 @@ def verify(path: Path) -> Manifest:
     with opened_all(path / name for name in manifest.files) as opened:
         files = {file.path.name: file for file in opened}
         for name, tensor in manifest.tensors.items():
-            for box in tensor.boxes:
+            for box in tensor.boxes():
                 file = files[box.file]
                 entry = file.entries.get(box_key(name, box, shape=tensor.shape))
                 if entry is None or entry.shape != box.sizes or entry.dtype != tensor.dtype:

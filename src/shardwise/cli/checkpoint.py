@@ -58,7 +58,7 @@ def inspect(
         for name, tensor in manifest.tensors.items():
             shape = " × ".join(map(str, tensor.shape)) or "one number"
             dtype = str(tensor.dtype).removeprefix("torch.")
-            print(f"  {name}  {shape}  {dtype}  {_count(tensor.boxes, 'box', 'boxes')}")
+            print(f"  {name}  {shape}  {dtype}  {_count(list(tensor.boxes()), 'box', 'boxes')}")
 
 
 @checkpoint.command(cls=GroupedOptions)

@@ -1,13 +1,20 @@
 """Checks that ranks agree, or at least are present, before they depend on each other.
 
+together       returns this rank's result of a function; raises on all ranks if it fails on one
+by_first       returns the first rank's result of a function; raises on all ranks if it fails
+agree          raises on all ranks unless all describe the same thing
+distinct       returns the values that ranks have, without repetitions
+meet           waits until all ranks have reached a point, and names the missing ones and those that are elsewhere
 exchange       returns every rank's value, on every rank
 on_each_rank   returns every rank's result of a function; raises on all ranks if it fails on one
-agree          raises on all ranks unless all describe the same thing
-meet           waits until all ranks have reached a point, and names the missing ones and those that are elsewhere
+
+The cost of the last two grows with the number of ranks, in time and memory. The others compare numbers first, and
+exchange texts only to report a difference.
 """
 
 import time
 from collections.abc import Callable
+from hashlib import blake2b
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -15,6 +22,7 @@ from torch._C._distributed_c10d import Store
 
 from shardwise.comm.groups import Group
 from shardwise.comm.rank_progress import meeting_in, waiting_in
+from shardwise.comm.small_collectives import from_first, largest
 from shardwise.errors import ShardwiseError
 
 T = TypeVar("T")
@@ -65,11 +73,72 @@ def on_each_rank(
     return [theirs for theirs, _ in everyone]
 
 
-def together(action: Callable[[], T]) -> T:
+def together(
+    action: Callable[[], T],
+    *,
+    group: Group | None = None,
+    raises: type[ShardwiseError] = RanksDisagree,
+    describe: Callable[[Exception], str] | None = None,
+) -> T:
     """Return this rank's result of `action`; raise on all ranks if it fails on one, with whatever error. Collective."""
-    results: list[T] = []
-    on_each_rank(lambda: results.append(action()), catches=Exception, describe=_in_one_line)
-    return results[0]
+    outcome: list[T | Exception] = []
+    try:
+        outcome.append(action())
+    except Exception as error:
+        outcome.append(error)
+    if any_rank(isinstance(outcome[0], Exception), group=group):
+        on_each_rank(
+            lambda: _result(outcome[0]),
+            group=group,
+            catches=Exception,
+            raises=raises,
+            describe=describe or _in_one_line,
+        )
+    return _result(outcome[0])
+
+
+def _result(outcome: T | Exception) -> T:
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
+
+
+def by_first(
+    action: Callable[[], T],
+    *,
+    group: Group | None = None,
+    raises: type[ShardwiseError] = RanksDisagree,
+    describe: Callable[[Exception], str] | None = None,
+) -> T:
+    """Return on every rank what `action` returns on the first; raise on all ranks if it fails there. Collective."""
+    is_first = (dist.get_rank() if group is None else group.index) == 0
+    result = together(lambda: action() if is_first else None, group=group, raises=raises, describe=describe)
+    with waiting_in("an exchange between ranks", counts=group is None):
+        return from_first(result, group=group)  # type: ignore[return-value]
+
+
+def any_rank(condition: bool, *, group: Group | None = None) -> bool:
+    """Return whether the condition holds on any rank. Collective."""
+    with waiting_in("an exchange between ranks", counts=group is None):
+        return bool(largest([condition], group=group)[0])
+
+
+def all_alike(text: str, *, group: Group | None = None) -> bool:
+    """Return whether all ranks have the same text. Collective."""
+    number = int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little")
+    with waiting_in("an exchange between ranks", counts=group is None):
+        most, negated_least = largest([number, -number], group=group)
+    return most == -negated_least
+
+
+def distinct(value: T, *, text: str = "", group: Group | None = None) -> list[T]:
+    """Return the ranks' different values: one if all are alike. Collective.
+
+    `text` describes the value, if it is not a text itself.
+    """
+    if all_alike(text or str(value), group=group):
+        return [value]
+    return list(dict(exchange((text or value, value), group=group)).values())
 
 
 def _in_one_line(error: Exception) -> str:
@@ -79,7 +148,10 @@ def _in_one_line(error: Exception) -> str:
 
 def agree(describe: Callable[[], str], *, what: str) -> None:
     """Raise on every rank unless all describe the same thing, or if one cannot describe it. Collective."""
-    everyone = on_each_rank(describe, catches=Exception, describe=_in_one_line)
+    description = together(describe)
+    if all_alike(description):
+        return
+    everyone = exchange(description)
     for rank, other in enumerate(everyone):
         if other != everyone[0]:
             difference = _difference(everyone[0], other)
@@ -110,33 +182,36 @@ def meet(what: str, *, limit_seconds: float = 60.0) -> None:
 
 
 def _meet(store: Store, what: str, *, limit_seconds: float) -> None:
-    keys = [f"shardwise/{len(_HELD)}/{rank}" for rank in range(dist.get_world_size())]
-    mine = keys[dist.get_rank()]
-    store.set(mine, what)
+    """Count the ranks that come; only an error reads what each of them has written."""
+    num_ranks, meeting = dist.get_world_size(), f"shardwise/{len(_HELD)}"
+    everyone, here = f"{meeting}/count", f"{meeting}/count of {what}"
+    store.set(f"{meeting}/{dist.get_rank()}", what)
+    store.add(here, 1)
+    num_come = store.add(everyone, 1)
     deadline = time.monotonic() + limit_seconds
     with meeting_in(what):
-        while not store.check(keys):
+        while num_come < num_ranks:
             if time.monotonic() > deadline:
+                keys = [f"{meeting}/{rank}" for rank in range(num_ranks)]
                 missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
                 # The meeting was not held: a rank that continues counts as the others do.
-                store.delete_key(mine)
+                store.add(everyone, -1)
+                store.add(here, -1)
+                store.delete_key(keys[dist.get_rank()])
                 raise RanksMissing(
                     f"rank {', '.join(map(str, missing))} did not come to {what} within {limit_seconds:.0f} s: call it "
                     "on every rank"
                 )
             time.sleep(0.002)
+            num_come = int(store.get(everyone))
     _HELD.append(what)
-    for rank, other in enumerate(_read(store, keys)):
+    if int(store.get(here)) == num_ranks:
+        return
+    for rank in range(num_ranks):
+        other = store.get(f"{meeting}/{rank}").decode()
         if other != what:
             one, other = (f"rank {dist.get_rank()} in {what}", f"rank {rank} in {other}")
             raise RanksDisagree(f"{one} and {other}: each of them needs all ranks; call both on every rank")
-
-
-def _read(store: Store, keys: list[str]) -> list[str]:
-    # One request where the store can do it.
-    extended = store.has_extended_api()  # type: ignore[attr-defined]
-    values = store.multi_get(keys) if extended else [store.get(key) for key in keys]
-    return [value.decode() for value in values]
 
 
 def _difference(one: str, other: str) -> str:

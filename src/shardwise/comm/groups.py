@@ -4,7 +4,7 @@ Gathers and reduces use separate groups over the same ranks. A group's collectiv
 issued, so in a shared group a gather that is needed now would wait behind a reduce that is not.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -70,9 +70,12 @@ def mesh_groups(mesh: Mesh) -> MeshGroups:
 
 def _exist(groups: MeshGroups) -> bool:
     """Return whether the groups still exist: a job can be torn down and started again in one process."""
+    return all(_exists(group.handle) for group in groups.by_name().values())
+
+
+def _exists(handle: dist.ProcessGroup) -> bool:
     try:
-        for group in groups.by_name().values():
-            dist.get_process_group_ranks(group.handle)
+        dist.get_process_group_ranks(handle)
     except (ValueError, RuntimeError, KeyError):
         return False
     return True
@@ -81,24 +84,40 @@ def _exist(groups: MeshGroups) -> bool:
 def _make_groups(mesh: Mesh) -> MeshGroups:
     num_ranks = dist.get_world_size()
     mesh.check_ranks(num_ranks)
+    shards = [mesh.shard_group(first) for first in range(0, num_ranks, mesh.shard)]
+    replicas = [mesh.replicate_group(first) for first in range(mesh.shard)]
     return MeshGroups(
         mesh=mesh,
-        gather=_own_group(mesh.shard_group),
-        reduce=_own_group(mesh.shard_group),
-        replicate=_own_group(mesh.replicate_group),
-        reduce_world=_own_group(lambda _: tuple(range(num_ranks))),
+        gather=_own_group(shards),
+        reduce=_own_group(shards),
+        replicate=_own_group(replicas),
+        reduce_world=_own_group([tuple(range(num_ranks))]),
     )
 
 
-def _own_group(group_of: Callable[[int], tuple[int, ...]]) -> Group:
+def _own_group(groups: Sequence[tuple[int, ...]]) -> Group:
     """Make all groups of one kind, as torch demands of every rank, and return the one with this rank."""
+    rank = dist.get_rank()
+    if len(groups) == dist.get_world_size() > 1:
+        # Groups of one rank each, which communicate with nobody.
+        return Group(handle=_alone(rank), ranks=(rank,), index=0)
     own: Group | None = None
-    for ranks in dict.fromkeys(map(group_of, range(dist.get_world_size()))):
+    for ranks in groups:
         handle = dist.new_group(list(ranks), timeout=job_timeout())
-        if dist.get_rank() in ranks:
-            own = Group(handle=handle, ranks=ranks, index=ranks.index(dist.get_rank()))
+        if rank in ranks:
+            own = Group(handle=handle, ranks=ranks, index=ranks.index(rank))
     assert own is not None
     return own
+
+
+_ALONE: list[dist.ProcessGroup] = []
+
+
+def _alone(rank: int) -> dist.ProcessGroup:
+    """Return a group of this rank alone, which no other rank hears of: thousands of ranks need not make thousands."""
+    if not (_ALONE and _exists(_ALONE[0])):
+        _ALONE[:] = [dist.new_group([rank], timeout=job_timeout(), use_local_synchronization=True)]
+    return _ALONE[0]
 
 
 def job_timeout() -> timedelta | None:

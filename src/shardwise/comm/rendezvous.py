@@ -1,7 +1,6 @@
 """Makes the store of a job's process group, and waits until every rank has joined."""
 
 import errno
-import json
 import socket
 import threading
 import time
@@ -23,34 +22,79 @@ def wait_for_ranks(rendezvous: Rendezvous, *, rank: int, num_ranks: int, limit_s
     """Wait until every rank has joined, and return the store for the job's process group.
 
     A store may outlive the ranks (torchrun keeps its store over restarts) and hold keys of earlier ones, and nodes
-    may count restarts differently. So each rank writes a new name under `hello`. Rank 0 publishes the names that it
-    reads, with a new meeting whenever one changes. A rank that finds its own name joins that meeting, and the first
-    meeting that all ranks have joined is used.
+    may count restarts differently. So names are new in each start, and pass up and down a tree, in which each rank
+    reads two others and writes for two (rank r: 2r + 1 and 2r + 2), however many ranks there are:
+
+    up      each rank writes a name, and a new one whenever one of the two below it has another name
+    down    rank 0 makes a meeting for its name; each rank passes it on to those below it, with the names that it had
+            read; a rank whose own name that is joins the meeting
+
+    The first meeting that all ranks have joined is used.
     """
     deadline = time.monotonic() + limit_seconds
     store = _store(rendezvous, num_ranks=num_ranks, limit_seconds=limit_seconds)
-    everyone = range(num_ranks)
-    name, meeting = uuid4().hex, ""
-    welcomed: dict[str, bytes] = {}
-    store.set(f"hello/{rank}", name)
-    while not (meeting and store.check([f"{meeting}/{other}" for other in everyone])):
-        if rank == 0:
-            names = {str(other): store.get(key) for other in everyone if store.check([key := f"hello/{other}"])}
-            if names != welcomed:
-                welcomed = names
-                decoded = {other: each.decode() for other, each in names.items()}
-                store.set("welcome", json.dumps({"meeting": uuid4().hex, "names": decoded}))
-        welcome = json.loads(store.get("welcome")) if store.check(["welcome"]) else {"names": {}}
-        if welcome["names"].get(str(rank)) == name and welcome["meeting"] != meeting:
-            meeting = welcome["meeting"]
-            store.set(f"{meeting}/{rank}", "here")
+    place = _Place(store, rank=rank, num_ranks=num_ranks)
+    while not place.is_complete():
+        place.pass_on()
         if time.monotonic() > deadline:
-            missing = [other for other in everyone if not store.check([f"{meeting}/{other}"])] if meeting else [0]
-            raise RanksMissing(
-                f"rank {', '.join(map(str, missing))} of {num_ranks} did not join within {limit_seconds:g} s: {_HINT}"
-            )
+            missing = ", ".join(map(str, place.missing()))
+            raise RanksMissing(f"rank {missing} of {num_ranks} did not join within {limit_seconds:g} s: {_HINT}")
         time.sleep(_POLL_SECONDS)
-    return PrefixStore(meeting, store)
+    return PrefixStore(place.meeting, store)
+
+
+class _Place:
+    """A rank's place in the tree. `meeting` is the last one that it has joined."""
+
+    def __init__(self, store: Store, *, rank: int, num_ranks: int) -> None:
+        self._store, self._rank, self._num_ranks = store, rank, num_ranks
+        self._below = [other for other in (2 * rank + 1, 2 * rank + 2) if other < num_ranks]
+        self._names: dict[int, str] = {}
+        self._name = self.meeting = ""
+        self._rename()
+
+    def _rename(self) -> None:
+        self._name = uuid4().hex
+        self._store.set(f"hello/{self._rank}", self._name)
+
+    def pass_on(self) -> None:
+        """Read the names below and the meeting above, and pass on what is new."""
+        names = {other: name for other in self._below if (name := self._read(f"hello/{other}"))}
+        if names != self._names:
+            self._names = names
+            self._rename()
+        if len(names) < len(self._below):
+            return
+        # The meeting of rank 0 has its name.
+        welcome = self._read(f"welcome/{self._rank}") if self._rank else f"{self._name} {self._name}"
+        name, _, meeting = welcome.partition(" ")
+        if name == self._name and meeting != self.meeting:
+            self.meeting = meeting
+            for other in self._below:
+                self._store.set(f"welcome/{other}", f"{names[other]} {meeting}")
+            self._store.set(f"{meeting}/{self._rank}", "here")
+            self._store.add(f"{meeting}/count", 1)
+
+    def is_complete(self) -> bool:
+        """Return whether all ranks have joined the meeting."""
+        return bool(self.meeting) and int(self._store.get(f"{self.meeting}/count")) == self._num_ranks
+
+    def missing(self) -> list[int]:
+        """Return the ranks that have not come. For an error: it reads a key of each rank.
+
+        Ranks below a missing one join nothing. Where an earlier start has left its names, those of missing ranks look
+        like any other; so of such a branch only the first one is named.
+        """
+        everyone = range(self._num_ranks)
+        silent = [other for other in everyone if not self._read(f"hello/{other}")]
+        if silent:
+            return silent
+        meeting = self._read("hello/0")
+        joined = [bool(self._read(f"{meeting}/{other}")) for other in everyone]
+        return [other for other in everyone if not joined[other] and joined[(other - 1) // 2]] or [0]
+
+    def _read(self, key: str) -> str:
+        return self._store.get(key).decode() if self._store.check([key]) else ""
 
 
 def _store(rendezvous: Rendezvous, *, num_ranks: int, limit_seconds: float) -> Store:

@@ -27,7 +27,7 @@ from uuid import uuid4
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from shardwise.comm.agreement import RanksDisagree, exchange
+from shardwise.comm.agreement import RanksDisagree
 from shardwise.comm.barrier import in_barrier
 from shardwise.comm.groups import job_timeout
 from shardwise.comm.issued import disagreement, first_difference
@@ -35,6 +35,7 @@ from shardwise.comm.noticeboard import History, Noticeboard
 from shardwise.comm.pace import Pace
 from shardwise.comm.rank_progress import PROGRESS, Standing
 from shardwise.comm.record_writer import RECORDS
+from shardwise.comm.small_collectives import from_first
 from shardwise.comm.stall import Stall, find_missed, find_stall
 from shardwise.errors import InvalidPlan, ShardwiseError
 
@@ -62,7 +63,7 @@ def watch_over(user: object, *, limit_seconds: float, waits_on_host: bool, issue
         return
     store = dist.distributed_c10d._get_default_store()
     # Keeps this model apart from what earlier ones of the job have left in the store.
-    token = exchange(uuid4().hex)[0]
+    token = from_first(uuid4().hex)
 
     def history() -> History:
         return {f"{token}/{number}": logs for number, logs in issues().items()}

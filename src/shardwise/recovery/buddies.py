@@ -49,6 +49,11 @@ class Buddies:
         self._kept: dict[tuple[int, int], _Kept] = {}
         self.num_bytes = 0
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of all copies that this rank keeps for others."""
+        return sum(kept.file.num_bytes for kept in self._kept.values() if kept.file is not None)
+
     def exchange(self, record: Record, memory: Tensor, *, slot: int, num_sent: int) -> None:
         """Send the first `num_sent` pieces, and receive those of others; all are whole when this returns."""
         copied = replace(

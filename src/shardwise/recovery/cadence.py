@@ -1,7 +1,11 @@
 """How often a snapshot is taken: every k steps, so that it costs at most 1% of the time.
 
-k = max(⌈cost / (1% · step)⌉, ⌈copy / step⌉)        cost: seconds that a snapshot takes from training
-                                                    copy: seconds until it is whole; the next one begins after it
+k = max(⌈cost / (1% · step)⌉, c)                    cost: seconds that a snapshot takes from training
+c = ⌈copy / step⌉                                   copy: seconds until it is whole; the next one begins after it
+
+If a rank dies, at most k + c − 1 steps are computed again: c − 1 more than between two snapshots, because a snapshot
+that is not whole is passed over, and one more, because the step that it follows is over before it is copied. With k − 1
+every k-th step would have to wait for its copy.
 """
 
 import math
@@ -44,6 +48,12 @@ class Cadence:
     def took(self, *, cost_seconds: float, copy_seconds: float) -> None:
         """Note what the last snapshot cost, and how long it took until it was whole."""
         self.cost_seconds, self.copy_seconds = cost_seconds, copy_seconds
+
+    @property
+    def steps_to_copy(self) -> int:
+        """Steps that end before a snapshot is whole, at least 1: it is copied while the next step computes."""
+        step = self.step_seconds
+        return max(1, math.ceil(self.copy_seconds / step)) if step else 1
 
     @property
     def every(self) -> int:

@@ -9,18 +9,17 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from shardwise.checkpoint.boxes import Boxes
+from shardwise.checkpoint.contents import StatePiece
 from shardwise.checkpoint.disk import Disk
-from shardwise.checkpoint.folder import begin, commit, discard, prune, write_file
-from shardwise.checkpoint.manifest import MODEL, Manifest, StoredBox, StoredFile, StoredTensor, box_key
+from shardwise.checkpoint.folder import begin, commit, discard, prune
+from shardwise.checkpoint.manifest import MODEL
+from shardwise.checkpoint.parts import CheckpointPart, write_part
 from shardwise.checkpoint.ranks import one_line
-from shardwise.checkpoint.storage import merged
-from shardwise.checkpoint.tensor_file import TensorEntry
 from shardwise.errors import CheckpointError, DiskFailed
 from shardwise.recovery.generation import OWN, Record, RecordName, check_totals, elements_of, mapped, read_record
 
@@ -62,19 +61,11 @@ def write_generation(memory: Path, *, start: str, step: int, folder: Path, keep:
     disk = Disk()
     saving = begin(folder, step=step, disk=disk)
     try:
-        files: dict[str, StoredFile] = {}
-        tensors: dict[str, StoredTensor] = {}
-        contents, finite = [], True
-        for name in wanted:
-            record = read_record(memory, name)
-            contents.append(record.contents)
-            file = f"rank-{name.rank:05}.safetensors"
-            files[file], is_finite = _write(record, memory, saving / file, tensors=tensors, disk=disk)
-            finite = finite and is_finite
-        if finite_only and not finite:
+        parts = [_write(read_record(memory, name), memory, saving=saving, disk=disk) for name in wanted]
+        whole = reduce(CheckpointPart.merged, parts)
+        if finite_only and not whole.contents.finite:
             raise CheckpointError("a parameter holds a NaN or Inf")
-        manifest = Manifest(contents=replace(merged(contents), finite=finite), files=files, tensors=tensors)
-        path = commit(saving, manifest, disk=disk)
+        path = commit(saving, whole.manifest(), disk=disk)
     except BaseException:
         discard(saving, disk=disk)
         raise
@@ -82,25 +73,18 @@ def write_generation(memory: Path, *, start: str, step: int, folder: Path, keep:
     return path
 
 
-def _write(
-    record: Record, memory: Path, path: Path, *, tensors: dict[str, StoredTensor], disk: Disk
-) -> tuple[StoredFile, bool]:
-    """Write the file of one rank and add its boxes to `tensors`; return the file, and whether parameters are finite."""
+def _write(record: Record, memory: Path, *, saving: Path, disk: Disk) -> CheckpointPart:
+    """Write the file of one rank."""
     content = mapped(memory, record)
     check_totals(record, memory=content)
-    entries, parts, finite = {}, [], True
-    for piece in record.pieces:
-        elements = elements_of(piece, memory=content)
-        if piece.name.startswith(MODEL) and elements.is_floating_point():
-            finite = finite and bool(torch.isfinite(elements).all())
-        boxes = Boxes(elements, shape=piece.shape, start=piece.start)
-        known = tensors.get(piece.name, StoredTensor(dtype=piece.dtype, shape=piece.shape, boxes=()))
-        stored = [StoredBox(offsets=box.offsets, sizes=box.sizes, file=path.name) for box in boxes.boxes]
-        tensors[piece.name] = replace(known, boxes=(*known.boxes, *stored))
-        for box in boxes.boxes:
-            entries[box_key(piece.name, box, shape=piece.shape)] = TensorEntry(dtype=piece.dtype, shape=box.sizes)
-            parts.append(boxes.__get_tensor_shard__(MetadataIndex(piece.name, torch.Size(box.offsets))))
-    return write_file(path, entries, parts, disk=disk), finite
+    pieces = [
+        StatePiece(name=piece.name, shape=piece.shape, start=piece.start, elements=elements_of(piece, memory=content))
+        for piece in record.pieces
+    ]
+    floats = [one.elements for one in pieces if one.name.startswith(MODEL) and one.elements.is_floating_point()]
+    finite = all(bool(torch.isfinite(elements).all()) for elements in floats)
+    contents = replace(record.contents, finite=finite)
+    return write_part(pieces, contents=contents, rank=record.name.rank, folder=saving, disk=disk)
 
 
 def main() -> None:

@@ -208,10 +208,16 @@ def mapped(folder: Path, record: Record) -> Tensor:
     return torch.frombuffer(content, dtype=torch.uint8)
 
 
+def begin_of(piece: StoredPiece) -> int:
+    """Return where a piece begins in its data file."""
+    assert piece.begin is not None
+    return piece.begin
+
+
 def elements_of(piece: StoredPiece, *, memory: Tensor) -> Tensor:
     """Return a piece's elements, in the memory of its data file."""
-    assert piece.begin is not None
-    return memory[piece.begin : piece.begin + piece.num_bytes].view(piece.dtype)
+    begin = begin_of(piece)
+    return memory[begin : begin + piece.num_bytes].view(piece.dtype)
 
 
 def with_total(piece: StoredPiece, *, memory: Tensor) -> StoredPiece:

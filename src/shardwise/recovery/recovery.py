@@ -5,6 +5,7 @@ after each step   ranks exchange the step of their newest whole snapshot (comm/s
 at a start        the newest whole generation is found and loaded; older files go when a new one is whole
 """
 
+import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,13 +18,14 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint.checkpoints import Loaded
 from shardwise.checkpoint.contents import snapshot
+from shardwise.checkpoint.late_numbers import LateNumbers
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.comm.step_flags import StepFlags
 from shardwise.engine.prepared.average import EMA
 from shardwise.errors import CheckpointError
 from shardwise.recovery.buddies import Buddies
 from shardwise.recovery.cadence import Cadence
-from shardwise.recovery.disk_writer import DiskWriter
+from shardwise.recovery.detached_writes import DetachedWrites
 from shardwise.recovery.finding import Generation, Nodes, newest_whole
 from shardwise.recovery.generation import NoRoom, start_of_file
 from shardwise.recovery.memory_folder import MemoryFolder, free_leftovers
@@ -34,7 +36,7 @@ from shardwise.vocabulary.quantities import bytes_text, seconds_text
 
 Tell = Callable[[str], None]
 _WHOLE, _EVERY, _REFUSED = "snapshot is whole", "steps between snapshots", "no snapshots"
-_WRITTEN = "snapshot is on disk"
+_COPIED = "steps until a snapshot is whole"
 
 
 class Recovery:
@@ -51,12 +53,10 @@ class Recovery:
         self._flags = flags
         self._ranks = Ranks()
         self._tell = tell if self._ranks.index == 0 else lambda line: None
-        folders: list[MemoryFolder] = []
-        self._ranks.each(lambda: folders.append(MemoryFolder(key, rank=self._ranks.index)))
-        (self._folder,) = folders
+        self._folder = self._ranks.together(lambda: MemoryFolder(key, rank=self._ranks.index))
         self._nodes = Nodes(of_ranks=tuple(self._ranks.each(lambda: self._folder.node)))
         self._near = frozenset(self._nodes.ranks(self._folder.node))
-        self._start = self._ranks.each(lambda: secrets.token_hex(8))[0]
+        self._start = self._ranks.by_first(lambda: secrets.token_hex(8))
         self._free_leftovers(key)
         self._snapshots = Snapshots(
             self._folder, start=self._start, rank=self._ranks.index, num_ranks=self._ranks.count
@@ -71,17 +71,13 @@ class Recovery:
         self.newest_step = -1
         self._refusal = ""
         self._off = False
-        # To disk: what to write and how, the step that is being written, and the last one that was.
-        self._disk: Callable[[int], DiskWriter] | None = None
-        self._on_saved: Callable[[int], None] | None = None
-        self._writer: DiskWriter | None = None
-        self._held, self._written = -1, -1
         # Files of earlier starts are kept until a new generation is whole.
         self._keeps_old = True
         flags.register(_WHOLE, lambda: -self._snapshots.whole)
         flags.register(_EVERY, self._wanted_every)
         flags.register(_REFUSED, lambda: int(bool(self._refusal)))
-        flags.register(_WRITTEN, lambda: self._written)
+        flags.register(_COPIED, lambda: self._cadence.steps_to_copy)
+        self._to_disk = DetachedWrites(ranks=self._ranks, flags=flags, memory=self._folder.path, start=self._start)
 
     # At a start
 
@@ -129,8 +125,8 @@ class Recovery:
             self._remove_old(keep=set())
             self._keeps_old = False
         self._tell_cost(every)
-        self._follow_disk(whole)
-        return step - self._begun >= every and not (self._held >= 0 and self._snapshots.overwrites == self._held)
+        self._to_disk.follow(whole)
+        return step - self._begun >= every and not self._to_disk.keeps(self._snapshots.overwrites)
 
     def take(
         self,
@@ -147,8 +143,8 @@ class Recovery:
         state = state_of(model)
         state.listen_to_writes(model, optimizer, self._release)
         self._begun, self._stall_seconds, self._measured = step, 0.0, False
-        if self._disk is not None and self._held < 0:
-            self._held = step
+        self._to_disk.taken(step)
+        late = LateNumbers()
         with self._refusing():
             taken = snapshot(
                 model,
@@ -161,8 +157,9 @@ class Recovery:
                 # With copies, each node holds all that its ranks have.
                 sharers=None if self._snapshots.buddies is None else self._near,
                 check_finite=False,
+                late=late,
             )
-            self._snapshots.begin(taken, captured=state.replays_updates(model))
+            self._snapshots.begin(taken, late=late, captured=state.replays_updates(model))
         self._stalled(time.perf_counter() - begun - self._snapshots.reserve_seconds)
         self._cadence.stalled(self._snapshots.reserve_seconds)
 
@@ -171,7 +168,7 @@ class Recovery:
         self.wait_for_disk()
         self._snapshots.join()
         # Ranks of a node share the folder.
-        self._ranks.each(lambda: None)
+        self._ranks.together(lambda: None)
         self._folder.free()
         if self._snapshots.buddies is not None:
             self._snapshots.buddies.leave()
@@ -193,34 +190,11 @@ class Recovery:
         self, folder: Path, *, keep: int, finite_only: bool, on_saved: Callable[[int], None] | None = None
     ) -> None:
         """Write the next snapshot to disk, in a process of its own, unless one is being written. See `Checkpoints`."""
-        memory, start = self._folder.path, self._start
-        self._on_saved = on_saved
-        self._disk = lambda step: DiskWriter(
-            memory, start=start, step=step, folder=folder, keep=keep, finite_only=finite_only
-        )
+        self._to_disk.ask(folder, keep=keep, finite_only=finite_only, on_saved=on_saved)
 
     def wait_for_disk(self) -> None:
         """Return when no snapshot is being written to disk; one that is not whole yet is not written."""
-        self._disk = None
-        self._ranks.each(lambda: self._end_writer(wait=True))
-        self._held = -1
-
-    def _follow_disk(self, whole: int) -> None:
-        """Begin to write the generation that is kept for it; forget it when all ranks know that it is on disk."""
-        if self._held < 0:
-            return
-        if self._flags.agreed[_WRITTEN] >= self._held:
-            self._held, self._disk = -1, None
-        elif self._ranks.index == 0:
-            if self._writer is None and self._written < self._held <= whole and self._disk is not None:
-                self._writer = self._disk(self._held)
-            self._end_writer(wait=False)
-
-    def _end_writer(self, *, wait: bool) -> None:
-        if self._writer is not None and self._writer.is_done(wait=wait):
-            self._written, self._writer = self._writer.step, None
-            if self._on_saved is not None:
-                self._on_saved(self._written)
+        self._to_disk.wait()
 
     # The state is not written while it is copied
 
@@ -239,13 +213,22 @@ class Recovery:
     def _measure(self) -> None:
         if not self._measured and self._snapshots.whole == self._begun:
             self._measured = True
-            # Ranks on CPUs compute with the cores that copy.
-            busy = 0.0 if self._snapshots.on_gpu else self._snapshots.thread_seconds
-            self._cadence.took(cost_seconds=self._stall_seconds + busy, copy_seconds=self._snapshots.copy_seconds)
+            snapshots = self._snapshots
+            # Ranks on CPUs compute with the cores that copy; where they share cores, each waits for the others' copies.
+            sharers = max(1.0, len(self._near) / len(os.sched_getaffinity(0)))
+            on_cpu = snapshots.thread_seconds * sharers
+            busy = snapshots.lost_seconds(self._cadence.step_seconds) if snapshots.on_gpu else on_cpu
+            self._cadence.took(cost_seconds=self._stall_seconds + busy, copy_seconds=snapshots.copy_seconds)
 
     def _wanted_every(self) -> int:
         self._measure()
         return self._asked or self._cadence.every
+
+    @property
+    def host_bytes(self) -> dict[str, int]:
+        """Host memory that this rank uses: for its own snapshots, and for the copies that it keeps for other ranks."""
+        buddies = self._snapshots.buddies
+        return {"snapshots": self._snapshots.host_bytes, "copies": 0 if buddies is None else buddies.host_bytes}
 
     def _tell_cost(self, every: int) -> None:
         """Tell k when it is known, and when it has changed much."""
@@ -257,10 +240,12 @@ class Recovery:
         buddies = self._snapshots.buddies
         copied = f", of which {bytes_text(buddies.num_bytes)} also on another node" if buddies is not None else ""
         share = self._cadence.cost_seconds / (every * step) if step else 0.0
-        steps = f"{every} {'step' if every == 1 else 'steps'}"
+        # Until a snapshot is whole, a restart uses the one before it.
+        again = every + self._flags.agreed[_COPIED] - 1
         self._tell(
-            f"Snapshots in memory every {steps}: {bytes_text(size)} per rank{copied} "
-            f"({NUM_GENERATIONS} generations), {seconds_text(self._cadence.cost_seconds)} each, {share:.1%} of the time"
+            f"Snapshots in memory every {_steps(every)}: {bytes_text(size)} per rank{copied} "
+            f"({NUM_GENERATIONS} generations), {seconds_text(self._cadence.cost_seconds)} each, {share:.1%} of the "
+            f"time; a restart computes at most {_steps(again)} again"
         )
 
     # Without room
@@ -302,3 +287,7 @@ class Recovery:
         if count:
             jobs = "a job that is gone" if count == 1 else f"{count} jobs that are gone"
             self._tell(f"Freed {bytes_text(num_bytes)} of memory that {jobs} had left")
+
+
+def _steps(count: int) -> str:
+    return f"{count} {'step' if count == 1 else 'steps'}"

@@ -18,8 +18,8 @@ from shardwise.checkpoint.boxes import Boxes
 from shardwise.checkpoint.checkpoints import Loaded
 from shardwise.checkpoint.contents import loading
 from shardwise.checkpoint.manifest import OWN, Manifest, StoredTensor
+from shardwise.checkpoint.parts import merged_contents
 from shardwise.checkpoint.ranks import Ranks
-from shardwise.checkpoint.storage import merged
 from shardwise.checkpoint.typed import from_json
 from shardwise.engine.prepared.average import EMA
 from shardwise.recovery.finding import Generation, HeldRecord, Nodes
@@ -50,13 +50,10 @@ def restore(
 ) -> Loaded:
     """Fill the model, the optimizer and the average. Collective; raises CheckpointError if they do not fit."""
     manifest = _manifest(generation)
-    prepared = []
-    ranks.each(lambda: prepared.append(loading(model, optimizer, manifest=manifest, ranks=ranks, ema=ema)))
-    (load,) = prepared
+    load = ranks.together(lambda: loading(model, optimizer, manifest=manifest, ranks=ranks, ema=ema))
     targets = {name: _flat(target) for name, target in load.targets.items()}
     node = nodes.of_ranks[ranks.index]
-    wanted = {name: (start, start + elements.numel()) for name, (start, elements) in targets.items()}
-    reads = planned(wanted, generation.held, node=node)
+    reads = planned(load.wanted, generation.held, node=node)
     memories = _Memories(generation, folder=folder)
     with torch.no_grad():
         for read in reads:
@@ -77,12 +74,12 @@ def _manifest(generation: Generation) -> Manifest:
     """Return what a checkpoint's manifest would say, less the places of tensors."""
     records = generation.first_records()
     own = {
-        piece.name: StoredTensor(dtype=piece.dtype, shape=piece.shape, boxes=())
+        piece.name: StoredTensor(dtype=piece.dtype, shape=piece.shape)
         for record in records
         for piece in record.pieces
         if piece.name.startswith(OWN)
     }
-    return Manifest(contents=merged([record.contents for record in records]), files={}, tensors=own)
+    return Manifest(contents=merged_contents([record.contents for record in records]), files={}, tensors=own)
 
 
 def _flat(target: Any) -> tuple[int, Tensor]:

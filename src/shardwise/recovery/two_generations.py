@@ -1,6 +1,6 @@
 """Two generations of one rank's snapshots, written in turn.
 
-The caller begins generation n + 1 only when it knows that n is whole on all ranks (protect.py), so one of the two is
+The caller begins generation n + 1 only when it knows that n is whole on all ranks (recovery.py), so one of the two is
 always whole.
 """
 
@@ -9,17 +9,18 @@ import time
 from dataclasses import replace
 
 from shardwise.checkpoint.contents import StateSnapshot
+from shardwise.checkpoint.late_numbers import LateNumbers
 from shardwise.checkpoint.manifest import MODEL
 from shardwise.checkpoint.manifest import OWN as OF_RANK
 from shardwise.recovery.buddies import Buddies
-from shardwise.recovery.copying import Copier, Copying, pin, unpin
+from shardwise.recovery.copying import Copier, Copying, CopySource, pin, unpin
 from shardwise.recovery.generation import (
     OWN,
     DataFile,
     Record,
     RecordName,
+    begin_of,
     data_name,
-    elements_of,
     laid_out,
     size_of,
     with_total,
@@ -53,8 +54,8 @@ class Snapshots:
         # Of the last snapshot: seconds to make its files, CPU seconds of its thread, seconds until it was whole.
         self.reserve_seconds = self.thread_seconds = self.copy_seconds = 0.0
 
-    def begin(self, taken: StateSnapshot, *, captured: bool = False) -> None:
-        """Begin to copy the state; raises NoRoom if it does not fit into the file system."""
+    def begin(self, taken: StateSnapshot, *, late: LateNumbers, captured: bool = False) -> None:
+        """Begin to copy the state; raises NoRoom if it does not fit into the file system. See `snapshot` for `late`."""
         self.join()
         begun = time.perf_counter()
         slot, self._next = self._next, (self._next + 1) % NUM_GENERATIONS
@@ -71,30 +72,35 @@ class Snapshots:
             file.pinned = pin(file.memory)
         self.reserve_seconds = time.perf_counter() - reserving
         begun += self.reserve_seconds
-        # A forward changes buffers: they are copied now, like this rank's own values.
+        # A forward changes buffers, and the loop its own values.
         early = {MODEL + name for name in taken.contents.buffers}
-        pairs = []
-        for piece, stored in zip(taken.pieces, pieces, strict=True):
-            target = elements_of(stored, memory=file.memory)
-            if piece.name in early or piece.name.startswith(OF_RANK):
-                target.copy_(piece.elements)
-            else:
-                pairs.append((target, piece.elements))
-        self._copying = self._copier.begin([t for t, _ in pairs], [s for _, s in pairs], captured=captured)
+        sources = [
+            CopySource(
+                begin=begin_of(stored),
+                elements=piece.elements,
+                early=piece.name in early or piece.name.startswith(OF_RANK),
+            )
+            for piece, stored in zip(taken.pieces, pieces, strict=True)
+        ]
+        self._copying = self._copier.begin(sources, memory=file.memory, captured=captured, numbers=late.copies())
         name = RecordName(
             step=taken.contents.step, start=self._start, rank=self._rank, num_ranks=self._num_ranks, kind=OWN
         )
         record = Record(name=name, data=file.path.name, contents=taken.contents, pieces=tuple(pieces))
         self._thread = threading.Thread(
-            target=self._finish, args=(record, slot, num_sent, begun), name=f"snapshot of step {name.step}", daemon=True
+            target=self._finish,
+            args=(record, slot, num_sent, begun, late),
+            name=f"snapshot of step {name.step}",
+            daemon=True,
         )
         self._thread.start()
 
-    def _finish(self, record: Record, slot: int, num_sent: int, begun: float) -> None:
+    def _finish(self, record: Record, slot: int, num_sent: int, begun: float, late: LateNumbers) -> None:
         cpu = time.thread_time()
         try:
             assert self._copying is not None
             self._copying.finish()
+            late.fill()
             file = self._slots[slot]
             assert file is not None
             pieces = tuple(with_total(piece, memory=file.memory) for piece in record.pieces)
@@ -110,13 +116,18 @@ class Snapshots:
             self._failure = error
 
     @property
+    def host_bytes(self) -> int:
+        """Bytes of all files that this rank has made for itself."""
+        return sum(file.num_bytes for file in self._slots if file is not None)
+
+    @property
     def overwrites(self) -> int:
         """The step of the snapshot that the next one overwrites; -1 if there is none."""
         record = self._records[self._next]
         return -1 if record is None else record.step
 
     def _reserve(self, slot: int, *, num_bytes: int) -> DataFile:
-        """Return the file of a slot, made anew if the state has another size."""
+        """Return the file of a slot; make another one if the size of the state has changed."""
         file = self._slots[slot]
         if file is None or file.num_bytes != num_bytes:
             self._release(slot)
@@ -137,6 +148,10 @@ class Snapshots:
                 unpin(file.memory)
             self._folder.remove(file.path.name)
 
+    def lost_seconds(self, step_seconds: float) -> float:
+        """Return the time that the last snapshot took from a GPU, once it is whole."""
+        return self._copying.lost_seconds(step_seconds) if self._copying is not None else 0.0
+
     def release_sources(self) -> None:
         """Return when the state may be written again."""
         if self._copying is not None:
@@ -146,7 +161,7 @@ class Snapshots:
         """Wait until the pending snapshot is whole; raise an error that occurred in its thread."""
         if self._thread is not None:
             self._thread.join()
-            self._thread, self._copying = None, None
+            self._thread = None
         self.check()
 
     def check(self) -> None:

@@ -100,6 +100,8 @@ def run_steps(
             _check_finite(training, steps, window=window, recorder=recorder)
             if evaluates:
                 steps[-1] = replace(steps[-1], evaluation=_evaluate(training))
+            if training.recovery is not None:
+                steps = [replace(step, host_bytes=training.recovery.host_bytes) for step in steps]
             # Before the checkpoint: a step that is in one is not redone, so its metrics must be on disk.
             recorder.record(steps)
             if saves and not (stop or last) and _is_detached(training):

@@ -40,6 +40,7 @@ class StepMetrics:
     compile_seconds share of torch.compile in this step on this rank; None if it compiled nothing
     captured        whether the step was a replay of CUDA graphs; capture_note: decisions on capturing in this step
     replayed_share  share of the calls of units that were replays of graphs; None without unit graphs
+    host_bytes      memory of this rank's snapshots, and of the copies that it keeps for others; None without snapshots
     """
 
     step: int
@@ -60,6 +61,7 @@ class StepMetrics:
     captured: bool = False
     capture_note: str | None = None
     replayed_share: float | None = None
+    host_bytes: Mapping[str, int] | None = None
 
     def to_json(self) -> str:
         """Return one line; JSON has no NaN and no Inf, so they become null."""

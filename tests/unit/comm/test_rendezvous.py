@@ -4,6 +4,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -98,3 +99,16 @@ def test_ranks_are_not_fooled_by_what_those_before_them_left_in_the_store(tmp_pa
         with ThreadPoolExecutor() as threads:
             values.append(list(threads.map(come, range(3))))
     assert values == [["0"] * 3, ["1"] * 3, ["2"] * 3]
+
+
+def test_a_rank_that_does_not_come_back_is_named_although_its_old_name_is_in_the_store(tmp_path: Path) -> None:
+    there = Rendezvous(file=str(tmp_path / "store"))
+    keeps = FileStore(there.file, 100)
+    keeps.set("kept", "")
+    with ThreadPoolExecutor(max_workers=8) as threads:
+        wait = partial(wait_for_ranks, there, num_ranks=8)
+        list(threads.map(lambda rank: wait(rank=rank, limit_seconds=20), range(8)))
+        again = [threads.submit(wait, rank=rank, limit_seconds=1.5) for rank in range(8) if rank != 3]
+    for one in again:
+        with pytest.raises(RanksMissing, match=r"^rank 3 of 8 did not join"):
+            one.result()

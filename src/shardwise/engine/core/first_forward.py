@@ -29,11 +29,16 @@ class Observation:
     backward: Mapping[str, str]
     gathered: frozenset[str]
 
+    @property
+    def text(self) -> str:
+        """Describe it; equal observations have equal texts."""
+        return repr((self.calls, sorted(self.backward.items()), sorted(self.gathered)))
+
 
 class FirstForward:
     """Gathers on demand, in step with the other ranks.
 
-    exchange   a word → every rank's word
+    distinct   a word → the ranks' different words
     run        runs a row
     before     the forward before, if no backward has come since: it may go through both
     ended      whether all ranks have come to the end of it, and need no gather of each other
@@ -44,12 +49,12 @@ class FirstForward:
         units: Mapping[str, Unit],
         *,
         context: StepContext,
-        exchange: Callable[[str], list[str]],
+        distinct: Callable[[str], list[str]],
         run: Callable[[Row], None],
         before: "FirstForward | None" = None,
     ) -> None:
         self.units = units
-        self.exchange = exchange
+        self._distinct = distinct
         self._context, self._run = context, run
         self.calls: list[str] = []
         self.backward: dict[str, str] = {} if before is None else dict(before.backward)
@@ -102,7 +107,7 @@ class FirstForward:
 
     def _round(self, wish: str) -> bool:
         """One exchange; whether anybody wanted anything."""
-        wishes = sorted({other for other in self.exchange(wish) if other != _END})
+        wishes = sorted(other for other in self._distinct(wish) if other != _END)
         self._agreed = list(wishes)
         self._gather_agreed(wish=wish)
         return bool(wishes)

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from shardwise.comm.agreement import exchange, meet
+from shardwise.comm.agreement import distinct, meet
 from shardwise.comm.rank_progress import BACKWARD, FORWARD, PROGRESS
 from shardwise.engine.core import step_errors
 from shardwise.engine.core.broadcast import broadcast_buffers
@@ -194,8 +194,8 @@ class Runner:
         self.cursor.learn(LEARNING, replace(self.context, backward=first.backward))
 
     def _make_first_forward(self, before: FirstForward | None = None) -> FirstForward:
-        exchanged = partial(exchange, group=self.groups.gather)
-        return FirstForward(self.units, context=self.context, exchange=exchanged, run=self.cursor.run, before=before)
+        words = partial(distinct, group=self.groups.gather)
+        return FirstForward(self.units, context=self.context, distinct=words, run=self.cursor.run, before=before)
 
     # Backward
 
@@ -282,7 +282,7 @@ class Runner:
     def _learn(self, first: FirstForward) -> None:
         """Take the calls of the first forward, which is over on all ranks, as the program's order."""
         self.executor.end_first_forward()
-        self.seen = exchange(first.end())
+        self.seen = distinct(own := first.end(), text=own.text)
         announce(self.events.order_learned)
         # What was gathered so far the ranks of a group have agreed on, each group by itself.
         self.groups.gather.log.restart()

@@ -3,12 +3,14 @@
 The flags of used parameters are summed over all ranks at the end of a backward (used.py). They are integers, and their
 sum needs few bits; the other bits of the first flag carry
 
-    Σ_r c_r · h_r  (mod 2^18)        h_r: a hash of the collectives that rank r has issued (comm/issued.py), and of
+    Σ_r c_r · h_r  (mod 2^b)         h_r: a hash of the collectives that rank r has issued (comm/issued.py), and of
                                      its optimizers' options (same_options.py)
+                                     b: the bits that the count of ranks leaves, 18 or fewer
 
-The coefficients c_r add up to 0, so the sum is 0 if all h_r are equal; otherwise it is 0 with probability 2^-18. The
-sum is the same on all ranks: if it is not 0, all of them stop and exchange lists of both. A rank that has
-failed in the step, and since then only takes part in collectives, adds 1: all ranks know before any of them updates.
+The coefficients c_r add up to 0, so the sum is 0 if all h_r are equal; otherwise it is 0 with probability 2^-b, or
+twice that. The sum is the same on all ranks: if it is not 0, all of them stop and exchange lists of both. A rank that
+has failed in the step, and since then only takes part in collectives, adds 1: all ranks know before any of them
+updates.
 
 On a GPU no rank waits for it: the flag is copied to the host during the computation, and checked as soon as it has
 arrived, at the latest before the next update.
@@ -26,16 +28,28 @@ from shardwise.comm.issued import Issued, disagreement, first_difference, fold_a
 from shardwise.engine.core.pass_state import PassState
 from shardwise.engine.guards.same_options import OptimizerOptions, different_options, first_different_option
 
-# Bits of the first flag (of 32) that count the ranks that used the parameter; jobs are smaller than 2^14 ranks.
-_COUNT_BITS = 14
+# Fewer ranks than 2^14 are counted with as many bits.
+_LEAST_COUNT_BITS = 14
 _MASK = 0xFFFFFFFF
 
 
+def count_bits(num_ranks: int) -> int:
+    """Return how many bits of the first flag (of 32) count the ranks that used the parameter: all of them may have."""
+    return max(_LEAST_COUNT_BITS, num_ranks.bit_length())
+
+
 def coefficient(rank: int, *, num_ranks: int) -> int:
-    """Return a rank's coefficient. Those of all ranks add up to 0; the others are pseudo-random odd numbers."""
-    if rank == num_ranks - 1:
-        return -sum(coefficient(other, num_ranks=num_ranks) for other in range(num_ranks - 1))
-    return crc32(b"%d" % rank) | 1
+    """Return a rank's coefficient x_r − x_{r+1}, where x are pseudo-random numbers and x_{num_ranks} is x_0.
+
+    All of them add up to 0. Those of some ranks add up to the x at the ends of each run of neighbours, which is not 0.
+    x is odd for every second rank, so that differences are odd and products lose no bit.
+    """
+    after = (rank + 1) % num_ranks
+    return _drawn(rank) - _drawn(after)
+
+
+def _drawn(rank: int) -> int:
+    return crc32(b"%d" % rank) & ~1 | rank & 1
 
 
 class SameOrder:
@@ -52,6 +66,7 @@ class SameOrder:
         # With absent ranks (a rehearsal) nothing is summed.
         compares = world.size > 1 and dist.is_initialized() and dist.get_backend() != "fake"
         self._coefficient = coefficient(world.index, num_ranks=world.size) if compares else 0
+        self._count_bits = count_bits(world.size)
         # The number of comparisons, and the collectives that the last one covers.
         self._num_sent = 0
         self._sent: dict[str, Issued] = {}
@@ -74,13 +89,14 @@ class SameOrder:
         issued = fold_all(self._logs.values())
         # Where nothing is issued, nothing is summed either (a benchmark without communication).
         folded = issued ^ self._options.fold() if issued else 0
-        value = (folded >> _COUNT_BITS) * self._coefficient + bool(self._passes.failed)
-        value = (value << _COUNT_BITS) + used & _MASK
+        shift = self._count_bits
+        value = (folded >> shift) * self._coefficient + bool(self._passes.failed)
+        value = (value << shift) + used & _MASK
         # As a signed number.
         self.flag.fill_(value - (value >> 31 << 32))
         rates = self._options.fold_rates(self.flag.device)
         if issued and rates is not None:
-            self.flag.add_(((rates >> _COUNT_BITS) * self._coefficient << _COUNT_BITS).int())
+            self.flag.add_(((rates >> shift) * self._coefficient << shift).int())
         self._sent = {name: log.take() for name, log in self._logs.items()}
         self._num_sent += 1
 
@@ -94,7 +110,7 @@ class SameOrder:
 
     def users(self, summed: int) -> int:
         """Return how many ranks used the parameter of a flag."""
-        return summed & (1 << _COUNT_BITS) - 1
+        return summed & (1 << self._count_bits) - 1
 
     def read(self) -> None:
         """Check the summed flag: now on a CPU, as soon as it is on the host on a GPU."""
@@ -142,7 +158,7 @@ class SameOrder:
         return found
 
     def _check_sum(self, summed: int, *, issued: dict[str, Issued]) -> None:
-        if (summed & _MASK) >> _COUNT_BITS == 0:
+        if (summed & _MASK) >> self._count_bits == 0:
             return
         mine = {name: names_of(collectives) for name, collectives in issued.items()}
         everyone = exchange((mine, self._passes.failed, self._options.values()))

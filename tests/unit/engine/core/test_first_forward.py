@@ -139,7 +139,7 @@ def first_forward(units: dict[str, Any], *, exchange: Callable[[str], list[str]]
             do[operation.kind]()
 
     context = context_of(spec_of(*NAMES), plan=Plan())
-    return FirstForward(units, context=context, exchange=exchange, run=run)
+    return FirstForward(units, context=context, distinct=lambda wish: list(dict.fromkeys(exchange(wish))), run=run)
 
 
 def fake_units(*, whole: Sequence[str] = ()) -> tuple[dict[str, Any], list[str]]:
