@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shardwise.engine.prepared.average import EMA as EMA
     from shardwise.engine.prepared.evaluating import evaluating as evaluating
     from shardwise.engine.prepared.forward_method import forward_method as forward_method
+    from shardwise.engine.prepared.summary import summary as summary
     from shardwise.engines import accumulate as accumulate
     from shardwise.engines import capture as capture
     from shardwise.engines import clip_grad_norm_ as clip_grad_norm_
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from shardwise.engines import mean_count as mean_count
     from shardwise.engines import prepare as prepare
     from shardwise.engines import replan as replan
-    from shardwise.engines import summary as summary
     from shardwise.engines import weight_stream as weight_stream
     from shardwise.engines import whole as whole
     from shardwise.errors import ShardwiseError as ShardwiseError
