@@ -4,7 +4,7 @@ Guards, captured steps, changes of the plan and the functions for a prepared mod
 (step_events.py). How a step is run (runner.py) is the core's own.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ from shardwise.engine.core.runner import Runner
 from shardwise.engine.core.step_events import StepEvents, announce
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.core.used import FlagRider
+from shardwise.engine.fp8.layers import multiply_in_fp8
 from shardwise.plan import Plan
 from shardwise.plan.placement import SHARDED
 from shardwise.program import Kind, Operation, Row, StepProgram, Trigger
@@ -48,6 +49,7 @@ class Core:
         self.model, self.units, self.setting = model, units, setting
         self._runner = Runner(units, setting=setting)
         self._handles: list[Any] = []
+        self._undo: list[Callable[[], None]] = []
 
     # What it is
 
@@ -140,6 +142,7 @@ class Core:
     def attach(self) -> None:
         """Listen to the model."""
         self._handles = attach_casts(self.model, plan=self.plan)
+        self._undo = multiply_in_fp8(self.model, spec=self.setting.spec, plan=self.plan)
         self._runner.hooks.attach()
 
     def detach(self) -> None:
@@ -147,7 +150,9 @@ class Core:
         self._runner.hooks.detach()
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        for undo in self._undo:
+            undo()
+        self._handles, self._undo = [], []
 
     @property
     def handles(self) -> list[Any]:

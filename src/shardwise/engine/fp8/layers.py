@@ -1,0 +1,54 @@
+"""A model's linear layers → fp8 layers, and back; and the plans that have none."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import nn
+
+from shardwise.engine.fp8.linear import fp8_class
+from shardwise.errors import InvalidPlan
+from shardwise.plan import Plan
+from shardwise.program.fp8_layers import linear_layers
+from shardwise.spec import ModelSpec
+
+LEAST_CAPABILITY = (8, 9)
+"""Ada; Hopper and Blackwell come after it."""
+
+
+def check_fp8(plan: Plan, *, spec: ModelSpec, device: torch.device) -> None:
+    """Refuse fp8 on a device without it, and for a model without a layer that it is for."""
+    if not plan.has_fp8:
+        return
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+        raise InvalidPlan(
+            f"precision = 'fp8' on {torch.cuda.get_device_name(device)}: fp8 products need compute capability "
+            "8.9 or later (Ada, Hopper, Blackwell); set precision = 'bf16'"
+        )
+    layers = list(linear_layers(spec, plan=plan))
+    if not any(not layer.why_not for layer in layers):
+        first = f": {layers[0].weight.name} {layers[0].why_not}" if layers else ": it has no nn.Linear"
+        raise InvalidPlan(
+            f"precision = 'fp8', and no linear layer of the model can multiply in it{first}; set precision = 'bf16'"
+        )
+
+
+def fp8_modules(model: nn.Module, *, spec: ModelSpec, plan: Plan) -> Iterator[tuple[str, nn.Linear]]:
+    """Yield (name of the weight, module) of each layer that multiplies in fp8."""
+    if not plan.has_fp8:
+        return
+    for layer in linear_layers(spec, plan=plan):
+        if not layer.why_not:
+            module = model.get_submodule(layer.weight.name.rpartition(".")[0])
+            assert isinstance(module, nn.Linear)
+            yield layer.weight.name, module
+
+
+def multiply_in_fp8(model: nn.Module, *, spec: ModelSpec, plan: Plan) -> list[Callable[[], None]]:
+    """Let the plan's layers multiply in fp8; return the functions that undo it."""
+    undo = []
+    for _, module in fp8_modules(model, spec=spec, plan=plan):
+        own = type(module)
+        module.__class__ = fp8_class(own, recipe=plan.fp8_recipe)
+        undo.append(partial(setattr, module, "__class__", own))
+    return undo
