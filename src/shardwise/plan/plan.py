@@ -66,8 +66,8 @@ class Plan:
     )
     fp8_recipe: str = key(
         "tensorwise",
-        "scales of fp8 values: one per tensor, and sharded weights are gathered in fp8; or one per row (rowwise), which "
-        "is more accurate and slower, and weights are gathered in bf16",
+        "scales of fp8 values: one per tensor, and sharded weights are gathered in fp8; or one per row (rowwise): more "
+        "accurate and slower, and weights are gathered in bf16",
         choices=("tensorwise", "rowwise"),
     )
     fp8_min_features: int = key(

@@ -142,8 +142,17 @@ class Core:
     def attach(self) -> None:
         """Listen to the model."""
         self._handles = attach_casts(self.model, plan=self.plan)
-        self._undo = multiply_in_fp8(self.model, spec=self.setting.spec, plan=self.plan)
+        self._multiply_in_fp8()
         self._runner.hooks.attach()
+
+    def _multiply_in_fp8(self) -> None:
+        gathered = {
+            flat.names[index]: (weight, self._runner.scales.inverses[flat.names[index]])
+            for flat in self.flats
+            if flat.fp8 is not None
+            for index, weight in flat.fp8.weights.items()
+        }
+        self._undo = multiply_in_fp8(self.model, spec=self.spec, plan=self.plan, gathered=gathered)
 
     def detach(self) -> None:
         """Listen to the model no more."""
@@ -326,7 +335,11 @@ class Core:
         # No backward will come of a forward that was computed with the old buffers.
         self._runner.forwards = 0
         self._runner.flags.cover()
+        self._runner.cover_scales()
         self._runner.follow(spec, plan=self.plan)
+        for undo in self._undo:
+            undo()
+        self._multiply_in_fp8()
 
     def resume(self, before: "Core") -> None:
         """Continue where the core of another plan has stopped, between two passes. Both have the same parameters."""

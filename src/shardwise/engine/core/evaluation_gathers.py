@@ -35,8 +35,10 @@ class EvaluationGathers:
         group: Group,
         run: Callable[[Row], None],
         make_first_forward: Callable[[], FirstForward],
+        rescale: Callable[[], None],
     ) -> None:
         self._units, self._group = units, group
+        self._rescale = rescale
         self._run = run
         self._make_first_forward = make_first_forward
         self._gathered = False
@@ -63,6 +65,9 @@ class EvaluationGathers:
         if gathers and not self._gathered and self.agreed is None:
             # A rank that trains, or saves, could otherwise take its gathers for its own.
             meet(NO_GRAD_FORWARD, limit_seconds=self.patience_seconds)
+        if gathers and self.agreed is None:
+            with of_no_step(self._group.log):
+                self._rescale()
         if unit.name == ROOT and self.agreed is None and self._calls:
             if self._dynamic:
                 self._forward = self._make_first_forward()
@@ -143,6 +148,8 @@ class EvaluationGathers:
     def agreeing(self, what: str) -> Iterator[None]:
         """Agree with the other ranks on each gather in this block, until all have left it. Collective."""
         meet(what, limit_seconds=self.patience_seconds)
+        with of_no_step(self._group.log):
+            self._rescale()
         self.agreed = self._make_first_forward()
         try:
             yield

@@ -9,6 +9,7 @@ from torch import Tensor
 from shardwise.engine.core.bucket import ReduceBucket
 from shardwise.engine.core.first_forward import FirstForward
 from shardwise.engine.core.flat_buffers import refresh
+from shardwise.engine.core.fp8_scales import Fp8Scales
 from shardwise.engine.core.tape import Tape
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.core.used import UsedFlags
@@ -43,6 +44,7 @@ class EngineExecutor:
         self.tape = tape
         self.others: dict[Kind, MakeAction] = {}
         self.first: FirstForward | None = None
+        self.scales: Fp8Scales
         self.hold_buckets(())
 
     def hold_buckets(self, buckets: Iterable[ReduceBucket]) -> None:
@@ -75,6 +77,8 @@ class EngineExecutor:
                 return self.flags.start_locally if operation.is_local else self.flags.start
             case Kind.BROADCAST:
                 return partial(self.tape.record, kind, ROOT) if operation.is_local else self.broadcast_buffers
+            case Kind.GATHER_SCALES:
+                return self.scales.refresh_locally if operation.is_local else self.scales.refresh
             case Kind.UPDATE:
                 return self._updated
             case _:

@@ -25,7 +25,7 @@ _LEAST, _MOST = 2, 252
 
 @dataclass(frozen=True, slots=True)
 class Fp8Values:
-    """Values · inverse are what was cast. `inverse` is a scalar, or a column or row with one number per row or column."""
+    """Values · inverse are what was cast. `inverse` is a scalar, a column (one for each row) or a row."""
 
     values: Tensor
     inverse: Tensor

@@ -1,12 +1,13 @@
 """A model's linear layers → fp8 layers, and back; and the plans that have none."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from shardwise.engine.fp8.linear import fp8_class
+from shardwise.engine.fp8.linear import Fp8Linear, GatheredLinear, RowwiseLinear, TensorwiseLinear, fp8_class
 from shardwise.errors import InvalidPlan
 from shardwise.plan import Plan
 from shardwise.program.fp8_layers import linear_layers
@@ -14,6 +15,8 @@ from shardwise.spec import ModelSpec
 
 LEAST_CAPABILITY = (8, 9)
 """Ada; Hopper and Blackwell come after it."""
+
+_LINEARS: dict[str, type[Fp8Linear]] = {"tensorwise": TensorwiseLinear, "rowwise": RowwiseLinear}
 
 
 def check_fp8(plan: Plan, *, spec: ModelSpec, device: torch.device) -> None:
@@ -44,11 +47,25 @@ def fp8_modules(model: nn.Module, *, spec: ModelSpec, plan: Plan) -> Iterator[tu
             yield layer.weight.name, module
 
 
-def multiply_in_fp8(model: nn.Module, *, spec: ModelSpec, plan: Plan) -> list[Callable[[], None]]:
-    """Let the plan's layers multiply in fp8; return the functions that undo it."""
-    undo = []
-    for _, module in fp8_modules(model, spec=spec, plan=plan):
-        own = type(module)
-        module.__class__ = fp8_class(own, recipe=plan.fp8_recipe)
-        undo.append(partial(setattr, module, "__class__", own))
+def multiply_in_fp8(
+    model: nn.Module, *, spec: ModelSpec, plan: Plan, gathered: Mapping[str, tuple[Tensor, Tensor]]
+) -> list[Callable[[], None]]:
+    """Let the plan's layers multiply in fp8; return the functions that undo it.
+
+    gathered   name of a weight that is gathered in fp8 → its values, and the inverse of their scale
+    """
+    undo: list[Callable[[], None]] = []
+    for name, module in fp8_modules(model, spec=spec, plan=plan):
+        own: Any = type(module)
+        base: Any = GatheredLinear if name in gathered else _LINEARS[plan.fp8_recipe]
+        module.__class__ = fp8_class(own, base=base)
+        if name in gathered:
+            vars(module)["fp8_weight"], vars(module)["fp8_inverse"] = gathered[name]
+        undo.append(partial(_undo, module, own))
     return undo
+
+
+def _undo(module: nn.Linear, own: type[nn.Linear]) -> None:
+    module.__class__ = own
+    for name in ("fp8_weight", "fp8_inverse"):
+        vars(module).pop(name, None)
