@@ -9,11 +9,16 @@ import torch
 from cases import adamw, make_tokens, sgd
 from ranks import run_ranks
 from torch import Tensor, nn
-from training import Case, build, on_ranks
+from training import Case, build, line, on_ranks
 
+import shardwise
+from shardwise.engine.engine import engine_of
 from shardwise.models.shapes import GPTShape, LlamaShape
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import STRATEGIES
+from shardwise.program import Kind
+from shardwise.tasks import cross_entropy
 
 SHAPES = {
     "gpt": GPTShape(num_layers=3, width=32, num_heads=4, vocab_size=31, max_seq=8, vocab_multiple=1),
@@ -136,3 +141,195 @@ def test_three_ranks_train_alike_under_ddp_and_fsdp() -> None:
     )
     for weights in others:
         check_equal(weights, first)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "recompute full": {"recompute": "full"},
+    "recompute selective": {"recompute": "selective"},
+    "two in flight, three ahead": {"prefetch": 3, "reduces_in_flight": 2},
+    "states in host memory": {"offload_states": True},
+    "dynamic": {"dynamic": True},
+    "a mesh of two groups": {"mesh": Mesh(replicate=2, shard=1)},
+    "one block kept in bf16": {"keep_bf16": ("blocks.0",)},
+    "a mix of strategies": {"overrides": {"blocks.1": "ddp", "blocks.2": "zero2"}},
+}
+
+
+def settled(rank: int, plan: Plan) -> tuple[dict[str, Tensor], list[float]]:
+    """Accumulates, clips, evaluates, edits, loads and averages; returns weights, and losses without gradients."""
+    torch.manual_seed(0)
+    model, batch = make_tokens(SHAPES["gpt"])
+    optimizer = adamw(model.parameters())
+    shardwise.prepare(model, optimizer, plan)
+    average = shardwise.EMA(model, decay=0.5)
+    losses = []
+
+    def evaluate(step: int) -> None:
+        with torch.no_grad():
+            losses.append(cross_entropy(model, batch(step, rank)).item())
+
+    evaluate(0)
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    for step in range(3):
+        with shardwise.accumulate(model):
+            cross_entropy(model, batch(step, rank)).backward()
+        cross_entropy(model, batch(step + 10, rank)).backward()
+        shardwise.clip_grad_value_(model, 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update()
+    evaluate(1)
+    with average.applied():
+        evaluate(1)
+    evaluate(1)
+    # Far larger weights than the scales were made for, then those of before.
+    with shardwise.whole(model, write=True), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(8.0)
+    evaluate(2)
+    with shardwise.edit(model), torch.no_grad():
+        for group in optimizer.param_groups:
+            for part in group["params"]:
+                part.mul_(16.0)
+    evaluate(2)
+    trained = model.state_dict()
+    model.load_state_dict(start)
+    evaluate(0)
+    assert losses[-1] == losses[0]
+    return trained, losses
+
+
+@cache
+def settled_by_ddp(keep_bf16: tuple[str, ...]) -> list[tuple[dict[str, Tensor], list[float]]]:
+    return run_ranks(settled, num_ranks=2, args=(plan_of("ddp", keep_bf16=keep_bf16),))
+
+
+@pytest.mark.parametrize("setting", list(SETTINGS))
+def test_gathers_in_fp8_change_nothing_with_everything_else_that_a_loop_does(setting: str) -> None:
+    plan = plan_of("fsdp", **SETTINGS[setting])
+    for (weights, losses), (wanted, expected_losses) in zip(
+        run_ranks(settled, num_ranks=2, args=(plan,)), settled_by_ddp(plan.keep_bf16), strict=True
+    ):
+        assert losses == expected_losses
+        check_equal(weights, wanted)
+
+
+def gathered(rank: int, plan: Plan) -> dict[str, int]:
+    """Return the bytes of the gathers of each unit in one step, and the number of operations that the tape differs in."""
+    model, batch = make_tokens(SHAPES["llama"])
+    optimizer = sgd(model.parameters())
+    shardwise.prepare(model, optimizer, plan)
+    for step in range(3):
+        with shardwise.tape(model) as tape:
+            cross_entropy(model, batch(step, rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            taken = tape.take()
+    program = [str(operation) for operation in engine_of(model).core.program.operations()]
+    assert [str(entry) for entry in taken] == program
+    assert all(type(parameter) is not nn.Parameter for parameter in model.get_submodule("blocks.0").parameters())
+    return {entry.subject: entry.num_bytes for entry in taken if entry.kind is Kind.GATHER}
+
+
+def test_the_tape_is_the_program_and_a_unit_gathers_half_the_bytes_in_one_gather() -> None:
+    wide = run_ranks(gathered, num_ranks=2, args=(Plan(strategy="fsdp", precision="bf16"),))[0]
+    for narrow in run_ranks(gathered, num_ranks=2, args=(plan_of("fsdp"),)):
+        assert narrow["(root)"] == wide["(root)"]
+        assert narrow["blocks.1"] <= 0.55 * wide["blocks.1"]
+    # A slice cuts rows.
+    assert run_ranks(gathered, num_ranks=2, args=(plan_of("fsdp", "rowwise"),))[0] == wide
+
+
+def replanned(rank: int, plans: list[Plan]) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model, batch = make_tokens(SHAPES["gpt"])
+    optimizer = adamw(model.parameters())
+    shardwise.prepare(model, optimizer, plans[0])
+    for step, plan in enumerate(plans):
+        shardwise.replan(model, plan)
+        cross_entropy(model, batch(step, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    said = line(lambda: shardwise.replan(model, Plan(strategy="fsdp", precision="bf16")))
+    assert said.startswith("shardwise.replan with precision = 'bf16', but the model was prepared with 'fp8'")
+    return model.state_dict()
+
+
+def test_replan_moves_between_gathers_in_fp8_and_replicated_weights() -> None:
+    expected, _ = run_ranks(replanned, num_ranks=2, args=([plan_of("ddp")] * 4,))
+    plans = [plan_of(strategy) for strategy in ("fsdp", "ddp", "shard_grad_op", "zero1")]
+    for weights in run_ranks(replanned, num_ranks=2, args=(plans,)):
+        check_equal(weights, expected)
+
+
+class ReadingBlock(nn.Module):
+    def __init__(self, *, reads: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.reads = reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y + self.linear.weight.sum() if self.reads else y
+
+
+def reading(rank: int) -> None:
+    plan = plan_of("fsdp", units="class:ReadingBlock")
+    model = nn.Sequential(ReadingBlock(reads=False), ReadingBlock(reads=True))
+    shardwise.prepare(model, None, plan)
+    said = line(lambda: model(torch.ones(2, 16)))
+    assert "is gathered in fp8" in said
+    assert "name the layer in keep_bf16" in said
+    kept = nn.Sequential(ReadingBlock(reads=False), ReadingBlock(reads=True))
+    shardwise.prepare(kept, None, plan_of("fsdp", units="class:ReadingBlock", keep_bf16=("1",)))
+    assert kept(torch.ones(2, 16)).isfinite().all()
+    # Replicated weights are there in bf16 at any time.
+    whole = nn.Sequential(ReadingBlock(reads=True))
+    shardwise.prepare(whole, None, plan_of("ddp", units="class:ReadingBlock"))
+    assert whole[0].linear.weight.dtype is torch.bfloat16
+    assert whole(torch.ones(2, 16)).isfinite().all()
+
+
+def test_a_weight_that_other_code_reads_is_refused_where_only_fp8_was_gathered() -> None:
+    run_ranks(reading, num_ranks=2)
+
+
+def refused(rank: int) -> None:
+    model, _ = make_tokens(SHAPES["gpt"])
+    plan = Plan(precision="fp8")
+    said = line(lambda: shardwise.prepare(model, None, plan))
+    assert said == (
+        "precision = 'fp8', and no linear layer of the model can multiply in it: blocks.0.attention.qkv.weight is "
+        "32 → 96, below fp8_min_features = 1024; set precision = 'bf16'"
+    )
+    said = line(lambda: shardwise.prepare(model, None, plan_of("fsdp", engine="torch")))
+    assert said == "engine = 'torch' has no precision = 'fp8': set precision = 'bf16', or engine = 'shardwise'"
+    said = line(lambda: shardwise.prepare(model, None, plan_of("fsdp", keep_bf16=("nothing",))))
+    assert said == "keep_bf16: nothing matches no module of the model"
+
+
+def test_plans_that_cannot_have_fp8_are_refused_in_one_line() -> None:
+    run_ranks(refused, num_ranks=2)
+
+
+def not_finite(rank: int, strategy: str) -> list[float]:
+    """Return losses with a weight that is all zeros, and after one that is infinite."""
+    torch.manual_seed(0)
+    model, batch = make_tokens(SHAPES["gpt"])
+    with torch.no_grad():
+        model.get_submodule("blocks.0.attention.out").weight.zero_()
+    shardwise.prepare(model, None, plan_of(strategy))
+    losses = []
+    with torch.no_grad():
+        losses.append(cross_entropy(model, batch(0, rank)).item())
+        with shardwise.whole(model, write=True):
+            model.get_submodule("blocks.0.attention.out").weight[0, 0] = torch.inf
+        losses.append(cross_entropy(model, batch(0, rank)).item())
+    return losses
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_zeros_stay_zeros_and_a_weight_that_is_infinite_gives_nan(strategy: str) -> None:
+    for zeros, infinite in run_ranks(not_finite, num_ranks=2, args=(strategy,)):
+        assert zeros == zeros
+        assert infinite != infinite

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.engine.activations.compiled_units import check_compile
-from shardwise.engine.fp8.layers import check_fp8
+from shardwise.engine.fp8.layer_classes import check_fp8
 from shardwise.errors import InvalidPlan
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh

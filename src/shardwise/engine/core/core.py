@@ -26,7 +26,7 @@ from shardwise.engine.core.runner import Runner
 from shardwise.engine.core.step_events import StepEvents, announce
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.core.used import FlagRider
-from shardwise.engine.fp8.layers import multiply_in_fp8
+from shardwise.engine.fp8.layer_classes import multiply_in_fp8
 from shardwise.plan import Plan
 from shardwise.plan.placement import SHARDED
 from shardwise.program import Kind, Operation, Row, StepProgram, Trigger
@@ -146,6 +146,7 @@ class Core:
         self._runner.hooks.attach()
 
     def _multiply_in_fp8(self) -> None:
+        self._multiply_as_before()
         gathered = {
             flat.names[index]: (weight, self._runner.scales.inverses[flat.names[index]])
             for flat in self.flats
@@ -154,14 +155,18 @@ class Core:
         }
         self._undo = multiply_in_fp8(self.model, spec=self.spec, plan=self.plan, gathered=gathered)
 
+    def _multiply_as_before(self) -> None:
+        for undo in self._undo:
+            undo()
+        self._undo = []
+
     def detach(self) -> None:
         """Listen to the model no more."""
         self._runner.hooks.detach()
         for handle in self._handles:
             handle.remove()
-        for undo in self._undo:
-            undo()
-        self._handles, self._undo = [], []
+        self._handles = []
+        self._multiply_as_before()
 
     @property
     def handles(self) -> list[Any]:
@@ -337,8 +342,6 @@ class Core:
         self._runner.flags.cover()
         self._runner.cover_scales()
         self._runner.follow(spec, plan=self.plan)
-        for undo in self._undo:
-            undo()
         self._multiply_in_fp8()
 
     def resume(self, before: "Core") -> None:

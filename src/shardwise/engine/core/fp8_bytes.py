@@ -70,4 +70,4 @@ class Fp8Bytes:
             torch._foreach_copy_(targets, values, non_blocking=True)
         for target, (index, value) in zip(self._targets, self.owned, strict=True):
             # A power of two changes no digit of a bf16 value.
-            target.copy_(value.to(target.device, self._dtype, non_blocking=True).mul_(self.scales[index]))
+            target.copy_(value.to(target.device, self._dtype, non_blocking=True) * self.scales[index])

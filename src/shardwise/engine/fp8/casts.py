@@ -6,7 +6,7 @@ e4m3 and 57344 = 1.75 · 2¹⁵ in e5m2. Values that are infinite or NaN have th
 well, as in any other dtype. All zeros stay zeros.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +23,7 @@ _BIAS = 127
 _LEAST, _MOST = 2, 252
 
 
-@dataclass(frozen=True, slots=True)
-class Fp8Values:
+class Fp8Values(NamedTuple):
     """Values · inverse are what was cast. `inverse` is a scalar, a column (one for each row) or a row."""
 
     values: Tensor

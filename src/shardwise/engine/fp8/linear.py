@@ -114,7 +114,9 @@ def _whole_blocks(matrix: Tensor) -> Tensor:
     missing = -matrix.shape[0] % MULTIPLE
     if not missing:
         return matrix
-    return torch.cat([matrix, torch.zeros(missing, matrix.shape[1], device=matrix.device).to(matrix.dtype)])
+    # As integers: not every device joins fp8 tensors. Zero is zero in all of them.
+    bits = matrix.view(torch.uint8 if matrix.itemsize == 1 else torch.int16)
+    return functional.pad(bits, (0, 0, 0, missing)).view(matrix.dtype)
 
 
 class Fp8Linear(nn.Linear):

@@ -11,7 +11,7 @@ from shardwise.engine.fp8.linear import Fp8Linear, GatheredLinear, RowwiseLinear
 from shardwise.errors import InvalidPlan
 from shardwise.plan import Plan
 from shardwise.program.fp8_layers import linear_layers
-from shardwise.spec import ModelSpec
+from shardwise.spec import ROOT, ModelSpec
 
 LEAST_CAPABILITY = (8, 9)
 """Ada; Hopper and Blackwell come after it."""
@@ -30,9 +30,10 @@ def check_fp8(plan: Plan, *, spec: ModelSpec, device: torch.device) -> None:
         )
     layers = list(linear_layers(spec, plan=plan))
     if not any(not layer.why_not for layer in layers):
-        first = f": {layers[0].weight.name} {layers[0].why_not}" if layers else ": it has no nn.Linear"
+        in_units_first = sorted(layers, key=lambda layer: layer.unit == ROOT)
+        why = f"{in_units_first[0].weight.name} {in_units_first[0].why_not}" if layers else "it has no nn.Linear"
         raise InvalidPlan(
-            f"precision = 'fp8', and no linear layer of the model can multiply in it{first}; set precision = 'bf16'"
+            f"precision = 'fp8', and no linear layer of the model can multiply in it: {why}; set precision = 'bf16'"
         )
 
 
