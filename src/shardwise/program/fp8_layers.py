@@ -48,6 +48,16 @@ def is_fp8(param: TensorSpec, *, unit: str, plan: Plan) -> bool:
     return plan.has_fp8 and not why_not_fp8(param, unit=unit, plan=plan)
 
 
+def why_no_layer(spec: ModelSpec, *, plan: Plan) -> str:
+    """Return the sentence that refuses fp8 for a model without a layer for it; "" if it has one."""
+    # Layers of units first: their reasons say more.
+    layers = sorted(linear_layers(spec, plan=plan), key=lambda layer: layer.unit == ROOT)
+    if any(not layer.why_not for layer in layers):
+        return ""
+    why = f"{layers[0].weight.name} {layers[0].why_not}" if layers else "it has no nn.Linear"
+    return f"precision = 'fp8', and no linear layer of the model can multiply in it: {why}; set precision = 'bf16'"
+
+
 def linear_layers(spec: ModelSpec, *, plan: Plan) -> Iterator[LinearLayer]:
     """Yield every linear layer of a model, in the order of its units."""
     for unit in spec.units:

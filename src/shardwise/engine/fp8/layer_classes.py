@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from shardwise.engine.fp8.linear import Fp8Linear, GatheredLinear, RowwiseLinear, TensorwiseLinear, fp8_class
 from shardwise.errors import InvalidPlan
 from shardwise.plan import Plan
-from shardwise.program.fp8_layers import linear_layers
-from shardwise.spec import ROOT, ModelSpec
+from shardwise.program.fp8_layers import linear_layers, why_no_layer
+from shardwise.spec import ModelSpec
 
 LEAST_CAPABILITY = (8, 9)
 """Ada; Hopper and Blackwell come after it."""
@@ -28,13 +28,9 @@ def check_fp8(plan: Plan, *, spec: ModelSpec, device: torch.device) -> None:
             f"precision = 'fp8' on {torch.cuda.get_device_name(device)}: fp8 products need compute capability "
             "8.9 or later (Ada, Hopper, Blackwell); set precision = 'bf16'"
         )
-    layers = list(linear_layers(spec, plan=plan))
-    if not any(not layer.why_not for layer in layers):
-        in_units_first = sorted(layers, key=lambda layer: layer.unit == ROOT)
-        why = f"{in_units_first[0].weight.name} {in_units_first[0].why_not}" if layers else "it has no nn.Linear"
-        raise InvalidPlan(
-            f"precision = 'fp8', and no linear layer of the model can multiply in it: {why}; set precision = 'bf16'"
-        )
+    why = why_no_layer(spec, plan=plan)
+    if why:
+        raise InvalidPlan(why)
 
 
 def fp8_modules(model: nn.Module, *, spec: ModelSpec, plan: Plan) -> Iterator[tuple[str, nn.Linear]]:
