@@ -18,7 +18,7 @@ recipes with their casts, compiled, by shape (results/fp8_products_h200.json).
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,10 @@ from training_case import make_optimizer
 import shardwise
 from shardwise import Plan
 from shardwise.engine.fp8.linear import RowwiseLinear, TensorwiseLinear
+from shardwise.hardware import cluster_of
+from shardwise.planner.search.candidates import cost
 from shardwise.program.buffers import gather_bytes
+from shardwise.sources import Source
 from shardwise.spec import ROOT
 from shardwise.tasks import load_task
 from shardwise.units import unit_modules
@@ -95,10 +98,13 @@ def step_of(case: Case, way: str, *, device: str, collectives: Any, said: list[s
         optimizer = make_optimizer("adamw-fused", model)
         shardwise.prepare(model, optimizer, plan_of(case, way), device=device, collectives=collectives)
 
+    after_update = precomputed_scales if way == "torchao" else lambda model: None
+
     def step(*parts: Tensor) -> Tensor:
         loss = task.loss(model, parts)
         loss.backward()
         optimizer.step()
+        after_update(model)
         optimizer.zero_grad()
         return loss.detach()
 
@@ -126,6 +132,23 @@ def shard_by_torch(model: nn.Module, *, in_fp8: bool) -> None:
     fully_shard(model, mp_policy=policy)
 
 
+def precomputed_scales(model: nn.Module) -> None:
+    """Compute the scales of all weights with one reduction, as torchao recommends under fully_shard."""
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    precompute_float8_dynamic_scale_for_fsdp(model)
+
+
+def predicted(case: Case, way: str, *, ranks: int) -> dict[str, float]:
+    """Return what the planner says, without the communication that it does not hide: here it takes no time."""
+    plan = replace(plan_of(case, way), micro_batch=case.batch)
+    spec = Source(case.model, seq=case.seq).spec_for(plan)
+    found = cost(spec, plan=plan, cluster=cluster_of(f"{ranks}xh200"), optimizer="adamw-fused")
+    assert found.time is not None
+    seconds = found.time.step_seconds - found.time.exposed_comm_seconds
+    return {"step_seconds": seconds, "allocated_bytes": found.memory.allocated_bytes}
+
+
 def gathered_share(case: Case) -> float:
     """Return the bytes of an fp8 gather of a block as a share of a bf16 gather's."""
     from shardwise.units import model_spec
@@ -136,13 +159,15 @@ def gathered_share(case: Case) -> float:
     return narrow / wide
 
 
-def measure(case: Case, *, blocks: int, device: str, collectives: Any) -> dict[str, Any]:
+def measure(case: Case, *, ranks: int, blocks: int, device: str, collectives: Any) -> dict[str, Any]:
     said: list[str] = []
     makes = {way: partial(step_of, case, way, device=device, collectives=collectives, said=said) for way in case.ways}
     ratios = [("bf16", way) for way in case.ways if way != "bf16"]
     ratios += [(theirs, "tensorwise") for theirs in ("torchao", "fully_shard") if theirs in case.ways]
     found = measuring.compared(makes, warm_up=WARM_UP, blocks=blocks, ratios=ratios)
-    return {**found, "gathered_share": gathered_share(case), "messages": said}
+    ours = [way for way in case.ways if way not in ("torchao", "fully_shard")]
+    expected = {way: predicted(case, way, ranks=ranks) for way in ours} if device == "cuda" else {}
+    return {**found, "predicted": expected, "gathered_share": gathered_share(case), "messages": said}
 
 
 # Single products
@@ -202,12 +227,13 @@ def main() -> None:
     if asked.here:
         with measuring.job(asked.device, num_ranks=asked.ranks) as collectives:
             case = CASES[asked.here]
-            found = measure(case, blocks=asked.blocks, device=asked.device, collectives=collectives)
+            found = measure(case, ranks=asked.ranks, blocks=asked.blocks, device=asked.device, collectives=collectives)
             workers.tell({"case": asked.here, **found})
         return
     options = ("--ranks", str(asked.ranks), "--blocks", str(asked.blocks), "--device", asked.device)
     for name, rows in workers.in_processes(__file__, asked.cases, *options, limit_seconds=asked.limit):
         measuring.show_compared(name, rows[0])
+        print(f"gathered {rows[0]['gathered_share']:.3f} of bf16's bytes, predicted {rows[0]['predicted']}", flush=True)
         measuring.replace_rows(asked.out, rows, key=lambda row: row["case"], ranks=asked.ranks)
 
 

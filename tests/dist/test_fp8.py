@@ -8,11 +8,15 @@ import pytest
 import torch
 from cases import adamw, make_tokens, sgd
 from ranks import run_ranks
+from simulated_graphs import simulated
 from torch import Tensor, nn
 from training import Case, build, line, on_ranks
 
 import shardwise
 from shardwise.engine.engine import engine_of
+from shardwise.engine.fp8.linear import Fp8Linear
+from shardwise.errors import ShardwiseError
+from shardwise.integrations.asked_plan import asked_plan
 from shardwise.models.shapes import GPTShape, LlamaShape
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
@@ -333,3 +337,55 @@ def test_zeros_stay_zeros_and_a_weight_that_is_infinite_gives_nan(strategy: str)
     for zeros, infinite in run_ranks(not_finite, num_ranks=2, args=(strategy,)):
         assert zeros == zeros
         assert infinite != infinite
+
+
+def graphed(rank: int, plan: Plan, *, steps: int = 10) -> tuple[dict[str, Tensor], int]:
+    """Return weights, and the number of calls of units that were replays."""
+    torch.manual_seed(0)
+    model, batch = make_tokens(SHAPES["gpt"])
+    optimizer = adamw(model.parameters())
+    shardwise.prepare(model, optimizer, plan)
+    for step in range(steps):
+        cross_entropy(model, batch(step, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    graphs = engine_of(model).graphs
+    return model.state_dict(), graphs.num_replayed if graphs is not None else 0
+
+
+def graphed_and_ordinary(rank: int, plan: Plan) -> None:
+    expected, _ = graphed(rank, plan)
+    with simulated():
+        weights, num_replayed = graphed(rank, plan)
+    check_equal(weights, expected)
+    assert num_replayed > 0
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_units_as_graphs_have_the_bits_of_ordinary_ones_in_fp8(strategy: str) -> None:
+    run_ranks(graphed_and_ordinary, num_ranks=2, args=(plan_of(strategy),))
+
+
+def copied(rank: int, strategy: str) -> None:
+    model, batch = make_tokens(SHAPES["gpt"])
+    classes = [type(module) for module in model.modules()][1:]
+    shardwise.prepare(model, None, plan_of(strategy))
+    copied = copy.deepcopy(model)
+    assert [type(module) for module in copied.modules()][1:] == classes
+    assert not any("fp8_weight" in vars(module) for module in copied.modules())
+    assert copied(batch(0, rank)[0]).isfinite().all()
+    # The model itself still multiplies in fp8.
+    assert isinstance(model.get_submodule("blocks.0.attention.out"), Fp8Linear)
+    assert cross_entropy(model, batch(0, rank)).isfinite()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_copy_of_a_prepared_model_is_an_ordinary_one(strategy: str) -> None:
+    run_ranks(copied, num_ranks=2, args=(strategy,))
+
+
+def test_frameworks_that_say_bf16_take_a_plan_that_says_fp8() -> None:
+    plan = Plan(precision="fp8")
+    assert asked_plan(plan, said="bf16", setting="bf16=True") is plan
+    with pytest.raises(ShardwiseError, match="use bf16, or Plan"):
+        asked_plan(plan, said="fp16", setting="fp16=True")
