@@ -6,7 +6,7 @@ seed see the same ones. `bf16` is trained with several seeds, whose final losses
 losses are within that spread. Losses are of held-out text, and the curve is the training loss in means of 20 steps.
 Writes benchmarks/results/fp8_numerics_DEVICE.json after every run; runs of other ways and seeds are kept.
 
-    --size large   width 2048, 12 layers: large enough for the default fp8_min_features (for a GPU)
+    --size large   width 2048, 6 layers: large enough for the default fp8_min_features (for a GPU)
     --size small   width 128, 4 layers, fp8 forced by fp8_min_features = 16 (for a CPU, where fp8 is emulated by casts)
 """
 
@@ -32,7 +32,7 @@ WAYS = {
 }
 SIZES: dict[str, dict[str, Any]] = {
     "small": {"width": 128, "layers": 4, "heads": 4, "ffn": 384, "seq": 128, "batch": 16, "lr": 2e-3, "least": 16},
-    "large": {"width": 2048, "layers": 12, "heads": 16, "ffn": 5632, "seq": 1024, "batch": 16, "lr": 3e-4},
+    "large": {"width": 2048, "layers": 6, "heads": 16, "ffn": 5632, "seq": 1024, "batch": 8, "lr": 3e-4},
 }
 _HELD_OUT = 8
 _MEAN_OF = 20

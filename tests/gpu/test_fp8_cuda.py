@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from capture_cases import deterministic
 from torch import Tensor, nn
 
 import shardwise
@@ -77,7 +78,8 @@ def trained(plan: Plan, *, steps: int = 12, captured: bool = False) -> tuple[lis
 
     said: list[str] = []
     taken = shardwise.capture(step, model, optimizer, tell=said.append) if captured else step
-    losses = [taken(*batch(number)).item() for number in range(steps)]
+    with deterministic():
+        losses = [taken(*batch(number)).item() for number in range(steps)]
     return losses, model.state_dict(), (engine_of(model), said)
 
 
