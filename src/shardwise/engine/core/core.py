@@ -148,7 +148,7 @@ class Core:
     def _multiply_in_fp8(self) -> None:
         self._multiply_as_before()
         gathered = {
-            flat.names[index]: (weight, self._runner.scales.inverses[flat.names[index]])
+            flat.names[index]: (weight, self._runner.executor.scales.inverses[flat.names[index]])
             for flat in self.flats
             if flat.fp8 is not None
             for index, weight in flat.fp8.weights.items()
@@ -340,7 +340,7 @@ class Core:
         # No backward will come of a forward that was computed with the old buffers.
         self._runner.forwards = 0
         self._runner.flags.cover()
-        self._runner.cover_scales()
+        self._runner.executor.cover_scales()
         self._runner.follow(spec, plan=self.plan)
         self._multiply_in_fp8()
 

@@ -20,7 +20,6 @@ from shardwise.engine.core.core_setting import CoreSetting
 from shardwise.engine.core.evaluation_gathers import EvaluationGathers
 from shardwise.engine.core.executor import EngineExecutor
 from shardwise.engine.core.first_forward import FirstForward, Observation, learned
-from shardwise.engine.core.fp8_scales import Fp8Scales
 from shardwise.engine.core.second_order import leave_to_autograd
 from shardwise.engine.core.step_events import announce
 from shardwise.engine.core.unit import Unit
@@ -29,7 +28,7 @@ from shardwise.errors import InvalidModel
 from shardwise.plan import Plan
 from shardwise.program import StepProgram, Trigger, build, context_of
 from shardwise.program.hooks import StepHooks, recomputing
-from shardwise.program.rules.demand import agreed, rescaled
+from shardwise.program.rules.demand import agreed
 from shardwise.program.rules.learning import LEARNING
 from shardwise.program.run import Cursor
 from shardwise.spec import ROOT, UNANNOUNCED, ModelSpec
@@ -56,16 +55,11 @@ class Runner:
             flags=self.flags,
             broadcast_buffers=self._broadcast_buffers,
             serve=self.serve,
-            tape=setting.tape,
+            setting=setting,
         )
-        self.cover_scales()
         self.cursor = Cursor(self.executor)
         self.evaluation = EvaluationGathers(
-            units,
-            group=setting.groups.gather,
-            run=self.cursor.run,
-            make_first_forward=self._make_first_forward,
-            rescale=self._rescale,
+            self.executor, group=setting.groups.gather, run=self.cursor.run, make_first_forward=self._make_first_forward
         )
         modules = {unit: unit.module for unit in units.values()}
         # In backward the cursor itself is what the hooks call.
@@ -79,11 +73,6 @@ class Runner:
         # Whether this backward reduces its gradients, or keeps them for a later one.
         self._reduces = True
         self.follow(setting.spec, plan=setting.plan)
-
-    def cover_scales(self) -> None:
-        """Have a scale for each weight that is gathered in fp8 now."""
-        flats = [flat for unit in self.units.values() for flat in unit.flats]
-        self.scales = self.executor.scales = Fp8Scales(flats, setting=self.setting)
 
     def follow(self, spec: ModelSpec, *, plan: Plan) -> None:
         """Follow this spec from here on, under this plan of the same placements."""
@@ -152,11 +141,6 @@ class Runner:
             self.evaluation.begin(unit)
         else:
             self.evaluation.end_call(unit)
-
-    def _rescale(self) -> None:
-        """Before forwards outside a step: scales for what was written since the last forward. Collective."""
-        if self.scales.stale and self.context.scales:
-            self.cursor.run(rescaled(self.context))
 
     def serve(self, unit: Unit) -> None:
         """Gather a unit that the program has not gathered: on all ranks, or not at all."""
