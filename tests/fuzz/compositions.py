@@ -6,7 +6,7 @@ from itertools import combinations
 from random import Random
 from typing import Any
 
-from drawn_plans import NARROW, draw_plan, is_narrow
+from drawn_plans import FP8_UNITS, NARROW, draw_plan, is_narrow
 from drawn_plans import all_features as all_plan_features
 from drawn_plans import features as plan_features
 from parts import FROZEN, PARTS, REFUSED, SQUARE, USES, Part
@@ -130,6 +130,8 @@ def draw_case(seed: int, *, num_ranks: int) -> Case:
     # The sum of three numbers depends on the order, so on the strategy; in a narrow dtype no bound is small enough.
     may_be_narrow = num_ranks <= 2
     plan = draw_plan(random, num_parts=len(parts), num_ranks=num_ranks, may_be_narrow=may_be_narrow)
+    if plan.get("precision") == "fp8":
+        parts = (replace(parts[0], kind="wide", tied=False), *(replace(part, tied=False) for part in parts[1:]))
     narrow = is_narrow(plan)
     events, current = [Event(kind="step", settings=_draw_step(random, narrow=narrow))], plan
     for _ in range(random.randint(1, _MOST_EVENTS)):
@@ -202,5 +204,7 @@ def _draw_event(random: Random, *, plan: dict[str, Any], num_parts: int, num_ran
         # What is computed stays as it was, so that the oracle of the case stays the same.
         if narrow:
             drawn.pop("compile", None)
+        if plan.get("precision") == "fp8" and drawn.get("units") not in ("leaf", "min-params:20"):
+            drawn["units"] = FP8_UNITS
         settings["plan"] = {**drawn, **{name: plan[name] for name in NARROW if name in plan}}
     return Event(kind=kind, settings=settings)

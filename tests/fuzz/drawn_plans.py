@@ -19,13 +19,14 @@ LEFT_OUT = {
     "accumulate": "a default of `shardwise train`; here a step says how many passes it has",
     "capture": "auto: on a GPU, `shardwise.step` captures what it can",
     "engine": "the oracle is plain torch",
+    "fp8_min_features": "as small as the parts, wherever precision is fp8",
 }
 # The values that are drawn, by key; the first is the default.
 VALUES: dict[str, list[Any]] = {
     "strategy": list(STRATEGIES),
-    "units": ["auto", "none", "leaf", "min-params:20"],
+    "units": ["auto", "none", "leaf", "min-params:20", "auto + parts.0"],
     "accumulate_reduced": [False, True],
-    "precision": ["fp32", "bf16", "fp16"],
+    "precision": ["fp32", "bf16", "fp16", "fp8"],
     "reduce_dtype": ["fp32", "bf16"],
     "recompute": ["none", "full", "selective"],
     "offload_activations": [False, True],
@@ -41,12 +42,26 @@ VALUES: dict[str, list[Any]] = {
 SHARES = {"compile": 0.004, "precision": 0.2, "reduce_dtype": 0.2}
 _USUAL_SHARE = 0.3
 # Keys that change what is computed: results are compared with a ddp job of the same precision, not with one process.
-NARROW = ("precision", "reduce_dtype", "keep_fp32", "tile")
+NARROW = ("precision", "reduce_dtype", "keep_fp32", "fp8_recipe", "fp8_min_features", "keep_bf16", "tile")
 # Strategies under which states can be offloaded: replicated gradients stay on the device.
 _OFFLOADED = {name for name, placement in STRATEGIES.items() if placement.grads is SHARDED}
 # Keys whose values depend on the model or the number of ranks.
-DRAWN_HERE = ("overrides", "recompute_overrides", "keep_fp32", "owned", "mesh", "uncaptured", "tile")
+DRAWN_HERE = (
+    *(
+        "overrides",
+        "recompute_overrides",
+        "keep_fp32",
+        "keep_bf16",
+        "fp8_recipe",
+        "owned",
+        "mesh",
+        "uncaptured",
+        "tile",
+    ),
+)
 _OWNED = "*.weight"
+# The first part is for fp8 where that is drawn, and layers of the root do not multiply in it.
+FP8_UNITS = "auto + parts.0"
 
 
 def unlisted() -> set[str]:
@@ -77,6 +92,12 @@ def draw_plan(
         plan["tile"] = {f"{random.choice(patterns)}.up": random.choice([1, 2])}
     if "precision" in plan and random.random() < 0.5:
         plan["keep_fp32"] = [random.choice(["first", *patterns])]
+    if plan.get("precision") == "fp8":
+        plan |= _draw_fp8(random)
+        if plan.get("units") not in ("leaf", "min-params:20"):
+            plan["units"] = FP8_UNITS
+        if plan.get("keep_fp32") == ["parts.0"]:
+            del plan["keep_fp32"]
     if any(name in plan for name in NARROW):
         # Compiled code rounds differently, and in a narrow dtype no bound is small enough.
         plan.pop("compile", None)
@@ -90,6 +111,16 @@ def draw_plan(
     if not {plan["strategy"], *plan.get("overrides", {}).values()} <= _OFFLOADED or "owned" in plan:
         plan.pop("offload_states", None)
     return plan
+
+
+def _draw_fp8(random: Random) -> dict[str, Any]:
+    """Return the keys that go with fp8; the model has a part for it (compositions.py)."""
+    found: dict[str, Any] = {"fp8_min_features": 16}
+    if random.random() < 0.4:
+        found["fp8_recipe"] = "rowwise"
+    if random.random() < 0.2:
+        found["keep_bf16"] = ["parts.*.down"]
+    return found
 
 
 def is_narrow(plan: dict[str, Any]) -> bool:
@@ -115,7 +146,7 @@ def as_plan(keys: dict[str, Any], *, model: nn.Module) -> Plan:
 
 def features(keys: dict[str, Any]) -> set[str]:
     """Return the features of a plan: each key with its value; patterns count by the key alone."""
-    return {name if name in DRAWN_HERE else f"{name} {value}" for name, value in keys.items()}
+    return {name if name in DRAWN_HERE else f"{name} {value}" for name, value in keys.items() if name not in LEFT_OUT}
 
 
 def all_features() -> set[str]:

@@ -227,6 +227,20 @@ class Nested(nn.Module):
         return x + self.out(left * right)
 
 
+class Wide(nn.Module):
+    """Layers whose sizes are multiples of 16, as fp8 products need them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.up = nn.Linear(16, 32)
+        self.down = nn.Linear(32, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = self.norm(x.repeat_interleave(16 // WIDTH, dim=-1))
+        return x + self.down(torch.tanh(self.up(wide))).unflatten(-1, (WIDTH, -1)).mean(-1)
+
+
 class Pair(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -256,6 +270,7 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
     "shared module": Calling,
     "odd shapes": Odd,
     "nested": Nested,
+    "wide": Wide,
 }
 # Kinds whose weight `up.weight` can be that of another of these.
 SQUARE = ("square", "clamped", "odd shapes")

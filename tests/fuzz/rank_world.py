@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from compositions import Case
-from drawn_plans import NARROW, as_plan
+from drawn_plans import FP8_UNITS, NARROW, as_plan
 from late import LateCollectives
 from parts import Batch, Model, loss_of
 from torch import Tensor, nn
@@ -300,7 +300,9 @@ class Reference(Rank):
     _KEPT = (*NARROW, "accumulate_reduced", "dynamic")
 
     def _planned(self, keys: dict[str, Any]) -> dict[str, Any]:
-        return {"strategy": "ddp", "capture": "off", **{name: keys[name] for name in self._KEPT if name in keys}}
+        units = {"units": FP8_UNITS} if keys.get("precision") == "fp8" else {}
+        kept = {name: keys[name] for name in self._KEPT if name in keys}
+        return {"strategy": "ddp", "capture": "off", **units, **kept}
 
 
 @contextmanager

@@ -36,6 +36,14 @@ _plans = st.builds(
     collectives=st.just("backend"),
 )
 
+_fp8_plans = st.builds(
+    Plan,
+    precision=st.just("fp8"),
+    fp8_recipe=st.sampled_from(["tensorwise", "rowwise"]),
+    fp8_min_features=st.integers(1, 4096),
+    keep_bf16=st.lists(patterns, max_size=3),
+)
+
 _native_plans = st.builds(
     Plan,
     precision=st.just("native"),
@@ -43,7 +51,7 @@ _native_plans = st.builds(
     offload_states=st.booleans(),
     dynamic=st.booleans(),
 )
-plans = _plans | _native_plans
+plans = _plans | _native_plans | _fp8_plans
 
 _MISTAKES: list[tuple[str, str]] = [
     ("strategy", '"fsdp3"'),
@@ -56,7 +64,11 @@ _MISTAKES: list[tuple[str, str]] = [
     ("micro_batch", "99999999999999999999999"),
     ("accumulate", "0"),
     ("accumulate", "[1]"),
-    ("precision", '"fp8"'),
+    ("precision", '"fp4"'),
+    ("precision", '"fp8"\nreduce_dtype = "fp16"'),
+    ("keep_bf16", '["head"]'),
+    ("fp8_recipe", '"blockwise"'),
+    ("fp8_min_features", "0"),
     ("precision", "32"),
     ("reduce_dtype", '"native"'),
     ("recompute", "true"),

@@ -41,7 +41,7 @@ def plan(
     micro_batch: Annotated[int | None, Option(help="Samples per rank per pass (default: the most that fit).")] = None,
     seq: SampleLength = None,
     image: ImageSize = None,
-    precision: Annotated[str, Option(help="fp32, bf16, fp16, or native (the dtypes of the model).")] = "bf16",
+    precision: Annotated[str, Option(help="fp32, bf16, fp16, fp8, or native (the dtypes of the model).")] = "bf16",
     recompute: Annotated[str, Option(help="none, full, selective; for some units: full,blocks.[0-8]=none.")] = "none",
     global_batch: Annotated[
         int | None, Option(min=1, help="Samples per step over all ranks; sets --accumulate or --micro-batch.")

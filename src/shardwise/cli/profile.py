@@ -28,7 +28,9 @@ def profile(
     micro_batch: Annotated[int, Option(help="Samples per rank per pass.")] = 1,
     seq: SampleLength = None,
     image: ImageSize = None,
-    precision: Annotated[str | None, Option(help="fp32, bf16 or fp16 (default: bf16 on a GPU, fp32 on a CPU).")] = None,
+    precision: Annotated[
+        str | None, Option(help="fp32, bf16, fp16 or fp8 (default: bf16 on a GPU, fp32 on a CPU).")
+    ] = None,
     recompute: Annotated[str, Option(help="none, full or selective.")] = "none",
     optimizer: Annotated[str, Option(help=f"{', '.join(OPTIMIZERS)}.")] = "adamw",
     engine: Engine = "shardwise",

@@ -27,7 +27,7 @@ def rent(
         Option(metavar="KIND=PRICE", help="Dollars per GPU-hour of a kind, such as h100-80gb=2.5; may be repeated."),
     ] = None,
     seq: SampleLength = None,
-    precision: Annotated[str, Option(help="fp32, bf16, fp16, or native (the dtypes of the model).")] = "bf16",
+    precision: Annotated[str, Option(help="fp32, bf16, fp16, fp8, or native (the dtypes of the model).")] = "bf16",
     lora: LoraRank = None,
     lora_targets: LoraTargets = None,
     quantize: Quantize = None,

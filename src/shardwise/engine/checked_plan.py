@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.engine.activations.compiled_units import check_compile
+from shardwise.engine.fp8.layer_classes import check_fp8
 from shardwise.errors import InvalidPlan
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
@@ -22,6 +23,7 @@ def check_plan(plan: Plan, *, spec: ModelSpec, mesh: Mesh, device: torch.device)
         )
     placements = plan.placements(unit.name for unit in spec.units)
     check_compile(placements, plan=plan)
+    check_fp8(plan, spec=spec, device=device)
     if plan.offload_states and not any(placement.grads is SHARDED for placement in placements.values()):
         raise InvalidPlan(
             f"offload_states = true with strategy = {plan.strategy!r}: what every rank holds whole stays on the "

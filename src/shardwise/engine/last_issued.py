@@ -39,4 +39,5 @@ _GROUPS = {
     Kind.REDUCE_SLICE: "replicate",
     Kind.REDUCE_FLAGS: "world",
     Kind.BROADCAST: "world",
+    Kind.GATHER_SCALES: "gather",
 }

@@ -40,6 +40,9 @@ class Device:
     tf32_flops_per_s: Sourced[float] | None = key(None, "the same in TF32", form=SOURCED_NUMBER)
     bf16_flops_per_s: Sourced[float] | None = key(None, "the same in bf16", form=SOURCED_NUMBER)
     fp16_flops_per_s: Sourced[float] | None = key(None, "the same in fp16", form=SOURCED_NUMBER)
+    fp8_flops_per_s: Sourced[float] | None = key(
+        None, "the same in fp8, summed in fp32; none on devices without it", form=SOURCED_NUMBER
+    )
     matmul_reach: Sourced[float] | None = key(
         None, "the speed that matrix products reach, relative to the software's (borrowed.py)", form=SOURCED_NUMBER
     )

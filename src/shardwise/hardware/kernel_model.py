@@ -43,6 +43,9 @@ _LEAST_SPLIT = 512
 _FAR = 2.0
 _NEAR = 0.1
 
+# Dtype → those whose peak stands in for it.
+_WIDER = {"bf16": ("fp16", "fp32"), "fp16": ("fp16", "fp32"), "fp8": ("bf16", "fp16", "fp32")}
+
 # Attention does not get faster beyond this many keys, and this many queries of all heads.
 _LONGEST = 8192.0
 _MOST_ROWS = 2.0**18
@@ -178,8 +181,8 @@ class KernelModel:
         return 1.0
 
     def peak(self, dtype: str) -> float:
-        """Return the peak in a dtype; for bf16 without a peak of its own that of fp16, else that of fp32."""
-        for name in (dtype, "fp16", "fp32") if dtype in ("bf16", "fp16") else (dtype or "fp32", "fp32"):
+        """Return the peak in a dtype; without one of its own, that of the next wider dtype that has one."""
+        for name in (dtype, *_WIDER.get(dtype, ("fp32",))) if dtype else ("fp32",):
             peak = self.device.flops_per_s(name)
             if peak is not None:
                 return peak.value

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from shardwise.hardware.probe import Probe
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Values in fp8 are drawn in bf16, and cast by their kernel.
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 Call = Callable[[], Any]
 NewTensor = Callable[..., Tensor]
@@ -147,10 +148,25 @@ def _elapsed(calls: Sequence[Call]) -> list[float]:
 
 def _matmul(probe: Probe, new: NewTensor) -> _Kernel:
     m, n, k = probe.dims
+    if probe.dtype == "fp8":
+        return _fp8_matmul(probe, new)
     if probe.role == "forward":
         return _Kernel(function=torch.addmm, inputs=(new(n), new(m, k), new(n, k).t()))
     left = new(m, k) if probe.role == "input" else new(k, m).t()
     return _Kernel(function=torch.mm, inputs=(left, new(k, n)))
+
+
+def _fp8_matmul(probe: Probe, new: NewTensor) -> _Kernel:
+    """A product as engine/fp8/linear.py calls it under the tensorwise recipe: gradients are the left operand."""
+    m, n, k = probe.dims
+    fast = probe.role == "forward"
+    left = new(m, k).to(torch.float8_e4m3fn if fast else torch.float8_e5m2)
+    one = torch.ones((), device=left.device)
+
+    def multiply(left: Tensor, right: Tensor) -> Tensor:
+        return torch._scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=fast)
+
+    return _Kernel(function=multiply, inputs=(left, new(n, k).to(torch.float8_e4m3fn).t()))
 
 
 def _attention(probe: Probe, new: NewTensor) -> _Kernel:

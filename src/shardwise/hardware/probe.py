@@ -1,7 +1,8 @@
 """The probes of `calibrate`: kernels by name, dtype and size. No torch here.
 
 name                            dims
-matmul                          m, n, k; `role`: forward (x · Wᵀ + b), input (gradient of x), weight (gradient of W)
+matmul                          m, n, k; `role`: forward (x · Wᵀ + b), input (gradient of x), weight (gradient of W);
+                                in fp8 of operands that are cast already
 attention[_backward]            batch, heads, heads of keys, length, width of a head; `role`: causal or full
 convolution[_backward]          batch, channels in, channels out, size of kernel, stride, height and width of the image
 batch_norm, max_pool            batch, channels, height and width
@@ -16,7 +17,7 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
 
-ELEMENT_BYTES: Mapping[str, int] = MappingProxyType({"fp32": 4, "bf16": 2, "fp16": 2})
+ELEMENT_BYTES: Mapping[str, int] = MappingProxyType({"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1})
 
 PASSES: Mapping[str, int] = MappingProxyType(
     dict.fromkeys(("fill", "column_sum", "nll_loss_backward", "embedding_backward"), 1)
@@ -64,7 +65,8 @@ class Probe:
         size = ELEMENT_BYTES[self.dtype]
         match self.name.removesuffix("_backward"), self.dims:
             case "matmul", (m, n, k):
-                return size * (m * n + m * k + n * k)
+                # A product in fp8 has a result in bf16.
+                return size * (m * k + n * k) + max(size, 2) * m * n
             case "attention", (batch, heads, kv_heads, seq, width):
                 each = 4 if self.is_backward else 2
                 return size * each * batch * seq * width * (heads + kv_heads)
@@ -122,6 +124,9 @@ def cuda_probes() -> list[Probe]:
         *(Probe(name="matmul", dtype="bf16", dims=(8192, 8192, 8192), role=role) for role in ROLES),
         *_linears(widths=(768, 2048), tokens=(4096,), dtype="fp32"),
         *_linears(widths=(2048,), tokens=(4096,), dtype="fp16"),
+        *_linears(widths=(2048, 4096), tokens=(4096, 16_384), dtype="fp8"),
+        *_linear(4096, 1024, tokens=8192, dtype="fp8"),
+        *_linear(4096, 14_336, tokens=8192, dtype="fp8"),
         *_attentions(),
         *_memory_curve(largest=2**30),
         *_rowwise(rows=16_384, columns=(768, 1024, 2048, 4096, 8192)),

@@ -20,7 +20,8 @@ def asked_plan(plan: Plan | str, *, said: str, setting: str, accumulate: int | N
         return Plan(strategy=plan, precision=precision)
     plan = as_plan(plan)
     LIMITS[plan.engine].check_call("integrations", plan)
-    if precision != "fp32" and plan.precision != precision:
+    computes_so = plan.precision == precision or (plan.has_fp8 and precision == "bf16")
+    if precision != "fp32" and not computes_so:
         raise InvalidPlan(f"{setting} with plan.precision = {plan.precision!r}: say {precision!r} in the plan as well")
     if plan.precision == "fp16":
         raise InvalidPlan(

@@ -24,10 +24,15 @@ TARGETS: Mapping[str, Callable[[Plan, JobShape], Exported]] = {
     "kubernetes": to_kubernetes,
 }
 
+# Targets that train by an engine of their own; the others start Shardwise's.
+_OTHER_ENGINES = ("accelerate", "deepspeed", "lightning", "torchtitan")
+
 
 def export(plan: Plan, shape: JobShape, *, target: str) -> Exported:
     if target not in TARGETS:
         raise UnknownName.of("target", target, known=TARGETS)
+    if plan.has_fp8 and target in _OTHER_ENGINES:
+        raise InvalidPlan(f"precision = 'fp8' is Shardwise's own, and not for {target}: export precision = 'bf16'")
     if plan.mesh is not None:
         plan.mesh.check_ranks(shape.num_ranks)
     return TARGETS[target](plan, shape)

@@ -181,6 +181,11 @@ def _named(plan: PlanSettings) -> Placements:
 
 
 def _torch_combinations(plan: PlanSettings, placements: Placements) -> Refusal | None:
+    if plan.precision == "fp8":
+        return Refusal(
+            lacks="precision = 'fp8'",
+            sentence="engine = 'torch' has no precision = 'fp8': set precision = 'bf16', or engine = 'shardwise'",
+        )
     replicated = [unit for unit, placement in placements.items() if placement.params is not SHARDED]
     sharded = [unit for unit, placement in placements.items() if placement.params is SHARDED]
     if replicated and sharded:

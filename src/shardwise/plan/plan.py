@@ -57,11 +57,26 @@ class Plan:
     accumulate_reduced: bool = key(False, "each of those passes reduces its gradients: less memory, more communication")
     precision: str = key(
         "fp32",
-        "dtype in which units compute; native leaves the dtypes of the modules alone",
-        choices=("fp32", "bf16", "fp16", "native"),
+        "dtype in which units compute; fp8: bf16, and large linear layers of units multiply in fp8; native leaves the "
+        "dtypes of the modules alone",
+        choices=("fp32", "bf16", "fp16", "fp8", "native"),
     )
     keep_fp32: tuple[str, ...] = key(
         (), "modules (`*.norm*`, `head`) that compute in fp32 in any case", form=pattern_list("module")
+    )
+    fp8_recipe: str = key(
+        "tensorwise",
+        "scales of fp8 values: one per tensor, and sharded weights are gathered in fp8; or one per row (rowwise): more "
+        "accurate and slower, and weights are gathered in bf16",
+        choices=("tensorwise", "rowwise"),
+    )
+    fp8_min_features: int = key(
+        1024, "linear layers with fewer input or output features multiply in bf16 under precision = 'fp8'", least=1
+    )
+    keep_bf16: tuple[str, ...] = key(
+        (),
+        "modules (`layers.0`, `*.wo`) whose linear layers multiply in bf16 under precision = 'fp8'",
+        form=pattern_list("module"),
     )
     reduce_dtype: str = key("fp32", "dtype in which gradients are summed", choices=("fp32", "bf16", "fp16"))
     recompute: str = key(
@@ -157,6 +172,15 @@ class Plan:
             raise InvalidPlan(f"owned with capture = 'on': {_OWNED_MOVE}; set capture = 'auto' or 'off'")
         if self.precision == "native" and self.keep_fp32:
             raise InvalidPlan("keep_fp32 with precision = 'native': native leaves every module's dtypes alone")
+        if self.has_fp8 and self.reduce_dtype == "fp16":
+            raise InvalidPlan("precision = 'fp8' with reduce_dtype = 'fp16': set reduce_dtype = 'fp32' or 'bf16'")
+        if self.keep_bf16 and not self.has_fp8:
+            raise InvalidPlan(f"keep_bf16 with precision = {self.precision!r}: it is for precision = 'fp8'")
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether large linear layers multiply in fp8."""
+        return self.precision == "fp8"
 
     @property
     def is_auto(self) -> bool:
@@ -251,11 +275,11 @@ class Plan:
 
     def keeps_fp32(self, path: str) -> bool:
         """Return whether the parameter or module at a path lies in a module that `keep_fp32` names."""
-        if not self.keep_fp32:
-            return False
-        parts = path.split(".")
-        above = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
-        return any(fnmatchcase(module, pattern) for pattern in self.keep_fp32 for module in above)
+        return _is_named(path, patterns=self.keep_fp32)
+
+    def keeps_bf16(self, path: str) -> bool:
+        """Return whether the parameter or module at a path lies in a module that `keep_bf16` names."""
+        return _is_named(path, patterns=self.keep_bf16)
 
     def owns(self, parameter: str) -> bool:
         """Return whether one rank owns the optimizer state of the parameter of that name."""
@@ -332,6 +356,15 @@ def as_plan(plan: Plan | str) -> Plan:
     if not isinstance(plan, Plan):
         raise InvalidPlan(f"plan = {show(plan)}: must be a shardwise.Plan, or the name of a strategy ('fsdp')")
     return plan
+
+
+def _is_named(path: str, *, patterns: tuple[str, ...]) -> bool:
+    """Return whether a pattern names what is at a path, or a module around it."""
+    if not patterns:
+        return False
+    parts = path.split(".")
+    above = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+    return any(fnmatchcase(module, pattern) for pattern in patterns for module in above)
 
 
 def _some(names: list[str]) -> str:

@@ -102,6 +102,9 @@ class Job:
 
         Parameters do not say it: a quantised base is multiplied in the dtype that it is unpacked to.
         """
+        if self.plan.has_fp8:
+            # Of everything but the products that fp8_products.py times.
+            return "bf16"
         if self.plan.precision != "native":
             return self.plan.precision
         dtypes = {param.dtype for unit in self.spec.units for param in unit.params}

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shardwise.plan import Plan
-from shardwise.program.buffers import gather_bytes, param_dtypes, reduce_bytes
+from shardwise.program.buffers import DtypeSettings, dtype_settings, gather_bytes, param_dtypes, plan_with, reduce_bytes
 from shardwise.spec import ModelSpec, UnitSpec
 from shardwise.vocabulary.dtypes import BYTES_PER_ELEMENT
 
@@ -37,12 +37,12 @@ class UnitSizes:
 
 
 def sizes_of(spec: ModelSpec, *, plan: Plan) -> Mapping[str, UnitSizes]:
-    return _sizes(spec, plan.precision, plan.keep_fp32, plan.reduce_dtype)
+    return _sizes(spec, dtype_settings(plan))
 
 
 @lru_cache(maxsize=64)
-def _sizes(spec: ModelSpec, precision: str, keep_fp32: tuple[str, ...], reduce_dtype: str) -> Mapping[str, UnitSizes]:
-    plan = Plan(precision=precision, keep_fp32=keep_fp32, reduce_dtype=reduce_dtype)
+def _sizes(spec: ModelSpec, settings: DtypeSettings) -> Mapping[str, UnitSizes]:
+    plan = plan_with(settings)
     return {unit.name: _unit_sizes(unit, plan=plan) for unit in spec.units}
 
 
@@ -52,7 +52,7 @@ def _unit_sizes(unit: UnitSpec, *, plan: Plan) -> UnitSizes:
         elements=unit.num_params,
         trainable=sum(param.num_elements for param in trained),
         tensors=len(trained),
-        compute_bytes=gather_bytes(unit, plan=plan),
+        compute_bytes=gather_bytes(unit, plan=plan, sharded=False),
         grad_bytes=sum(p.num_elements * BYTES_PER_ELEMENT[param_dtypes(p, plan=plan)[0]] for p in trained),
         reduce_bytes=reduce_bytes(unit, plan=plan),
     )

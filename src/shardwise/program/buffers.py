@@ -3,11 +3,13 @@
 The engine allocates by this, the planner counts by it, and the program takes its bytes from it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from shardwise.plan import Plan
 from shardwise.plan.placement import SHARDED
+from shardwise.program.fp8_layers import is_fp8
 from shardwise.spec import TensorSpec, UnitSpec
 from shardwise.vocabulary.dtypes import BYTES_PER_ELEMENT, compute_dtype, has_gradients, master_dtype, reduce_dtype
 from shardwise.vocabulary.layout import ALIGNMENT, Layout, lay_out
@@ -17,12 +19,20 @@ SAMPLED_EVERY = 61
 number, so that each column of a matrix is compared at some time."""
 
 
+_ROOM = 16
+"""Parameters that are not fp8 share the buffer of those that are if they are at most one in this many elements: norms
+and biases do. Each of their elements then takes the place of several in the fp32 buffers."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatSpec:
     """Parameters of one unit that compute and are stepped in the same dtypes: they share one buffer.
 
     Frozen ones have a separate buffer, of which nothing is reduced or updated. `unstepped`: frozen, and given in their
     compute dtype: no optimizer steps them, so they have no wider master.
+
+    num_fp8   how many of them, the last ones, are gathered in fp8 where parameters are sharded. Then the full buffer is
+              one of bytes, one per element of the layout; the others have room for their wider elements
     """
 
     params: tuple[TensorSpec, ...]
@@ -30,9 +40,12 @@ class FlatSpec:
     master_dtype: str
     reduce_dtype: str
     unstepped: bool = False
+    num_fp8: int = 0
 
     def layout(self, *, num_slices: int, alignment: int = ALIGNMENT) -> Layout:
-        return _layout(tuple(param.shape for param in self.params), num_slices, alignment)
+        num_wide = len(self.params) - self.num_fp8 if self.num_fp8 else 0
+        shapes = tuple(param.shape for param in self.params)
+        return _layout(shapes, num_slices, alignment, num_wide, self.compute_bytes)
 
     @property
     def has_gradients(self) -> bool:
@@ -53,6 +66,16 @@ class FlatSpec:
         """Of one element."""
         return BYTES_PER_ELEMENT[self.compute_dtype]
 
+    def full_bytes(self, *, sharded: bool) -> int:
+        """Of one element of the full buffer."""
+        return 1 if self.num_fp8 and sharded else self.compute_bytes
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Of all elements as a sharded buffer is gathered, without padding."""
+        in_fp8 = sum(param.num_elements for param in self.params[-self.num_fp8 :]) if self.num_fp8 else 0
+        return in_fp8 + self.compute_bytes * (self.num_elements - in_fp8)
+
     @property
     def master_bytes(self) -> int:
         return BYTES_PER_ELEMENT[self.master_dtype]
@@ -64,28 +87,60 @@ class FlatSpec:
 
 def flat_specs(unit: UnitSpec, *, plan: Plan) -> tuple[FlatSpec, ...]:
     """Return the flat buffers of a unit, in the order of their first parameters."""
-    return _flat_specs(unit, plan.precision, plan.keep_fp32, plan.reduce_dtype)
+    return _flat_specs(unit, dtype_settings(plan))
+
+
+DtypeSettings = tuple[Any, ...]
+_SETTINGS = ("precision", "keep_fp32", "reduce_dtype", "fp8_recipe", "fp8_min_features", "keep_bf16")
+
+
+def dtype_settings(plan: Plan) -> DtypeSettings:
+    """Return the settings that dtypes depend on: the planner asks for the same unit under thousands of plans."""
+    return tuple(getattr(plan, name) for name in _SETTINGS)
+
+
+@lru_cache(maxsize=256)
+def plan_with(settings: DtypeSettings) -> Plan:
+    """Return a plan of these settings."""
+    return Plan(**dict(zip(_SETTINGS, settings, strict=True)))
 
 
 @lru_cache(maxsize=4096)
-def _flat_specs(
-    unit: UnitSpec, precision: str, keep_fp32: tuple[str, ...], planned_reduce: str
-) -> tuple[FlatSpec, ...]:
-    """Return them by the settings that matter: the planner asks for the same unit under thousands of plans."""
-    plan = Plan(precision=precision, keep_fp32=keep_fp32, reduce_dtype=planned_reduce)
+def _flat_specs(unit: UnitSpec, settings: DtypeSettings) -> tuple[FlatSpec, ...]:
+    plan = plan_with(settings)
     together: dict[tuple[tuple[str, str], bool], list[TensorSpec]] = {}
     for param in unit.params:
         together.setdefault((param_dtypes(param, plan=plan), param.starts_trainable), []).append(param)
     return tuple(
-        FlatSpec(
-            params=tuple(params),
-            compute_dtype=computes,
-            master_dtype=stepped,
-            reduce_dtype=reduce_dtype(stepped, planned=plan.reduce_dtype),
-            unstepped=stepped != master_dtype(params[0].dtype, precision=precision),
-        )
-        for ((computes, stepped), _), params in together.items()
+        replace(flat, params=tuple(params), num_fp8=num_fp8)
+        for ((computes, stepped), trained), group in together.items()
+        for params, num_fp8 in _fp8_last(group, unit=unit.name, plan=plan, trained=trained)
+        for flat in [
+            FlatSpec(
+                params=(),
+                compute_dtype=computes,
+                master_dtype=stepped,
+                reduce_dtype=reduce_dtype(stepped, planned=plan.reduce_dtype),
+                unstepped=stepped != master_dtype(params[0].dtype, precision=plan.precision),
+            )
+        ]
     )
+
+
+def _fp8_last(params: list[TensorSpec], *, unit: str, plan: Plan, trained: bool) -> list[tuple[list[TensorSpec], int]]:
+    """Return the parameters of each buffer, those that are gathered in fp8 last, and the number of these.
+
+    A scale for each row would need whole rows, which slices cut: rowwise, and frozen weights, are gathered in bf16.
+    """
+    in_fp8 = [param for param in params if trained and is_fp8(param, unit=unit, plan=plan)]
+    if not in_fp8 or plan.fp8_recipe != "tensorwise":
+        return [(params, 0)]
+    others = [param for param in params if param not in in_fp8]
+    if not others:
+        return [(in_fp8, len(in_fp8))]
+    if _ROOM * sum(param.num_elements for param in others) <= sum(param.num_elements for param in in_fp8):
+        return [([*others, *in_fp8], len(in_fp8))]
+    return [(others, 0), (in_fp8, len(in_fp8))]
 
 
 def param_dtypes(param: TensorSpec, *, plan: Plan) -> tuple[str, str]:
@@ -97,9 +152,15 @@ def param_dtypes(param: TensorSpec, *, plan: Plan) -> tuple[str, str]:
     return computes, master_dtype(param.dtype, precision=plan.precision)
 
 
-def gather_bytes(unit: UnitSpec, *, plan: Plan) -> int:
-    """Return the bytes of all parameters in their compute dtypes, without padding."""
-    return sum(flat.compute_bytes * flat.num_elements for flat in flat_specs(unit, plan=plan))
+def gather_bytes(unit: UnitSpec, *, plan: Plan, sharded: bool) -> int:
+    """Return the bytes of all parameters, without padding: in their compute dtypes, or as sharded ones are gathered."""
+    flats = flat_specs(unit, plan=plan)
+    return sum(flat.gathered_bytes if sharded else flat.compute_bytes * flat.num_elements for flat in flats)
+
+
+def num_fp8(unit: UnitSpec, *, plan: Plan) -> int:
+    """Return the number of weights that are gathered in fp8 where the unit's parameters are sharded."""
+    return sum(flat.num_fp8 for flat in flat_specs(unit, plan=plan))
 
 
 def update_gather_bytes(unit: UnitSpec, *, plan: Plan) -> int:
@@ -125,5 +186,5 @@ def reduce_bytes(unit: UnitSpec, *, plan: Plan) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _layout(shapes: tuple[tuple[int, ...], ...], num_slices: int, alignment: int) -> Layout:
-    return lay_out(shapes, num_slices=num_slices, alignment=alignment)
+def _layout(shapes: tuple[tuple[int, ...], ...], num_slices: int, alignment: int, num_wide: int, width: int) -> Layout:
+    return lay_out(shapes, num_slices=num_slices, alignment=alignment, num_wide=num_wide, width=width)

@@ -7,7 +7,7 @@ from typing import Any
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import SHARDED, Placement
-from shardwise.program.buffers import gather_bytes, owned_bytes, reduce_bytes, update_gather_bytes
+from shardwise.program.buffers import gather_bytes, num_fp8, owned_bytes, reduce_bytes, update_gather_bytes
 from shardwise.program.operations import Bucket, Kind, Operation, Row, StepProgram, Trigger
 from shardwise.program.rules import rules_of
 from shardwise.program.rules.context import Rules, StepContext, StepEvent
@@ -75,11 +75,15 @@ def _events_and_context(
         calls=spec.call_order,
         backward_calls=tuple(event.unit for event in events if event.trigger is Trigger.BEFORE_BACKWARD),
         buckets=buckets,
-        gather_bytes={unit.name: gather_bytes(unit, plan=plan) for unit in spec.units},
+        gather_bytes={
+            unit.name: gather_bytes(unit, plan=plan, sharded=placements[unit.name].params is SHARDED)
+            for unit in spec.units
+        },
         update_gather_bytes={unit.name: update_gather_bytes(unit, plan=plan) for unit in spec.units},
         owned_bytes={unit.name: owned_bytes(unit, plan=plan) for unit in spec.units},
         slice_bytes=_slice_bytes(buckets, placements=placements, mesh=mesh),
         broadcasts=_broadcasts(spec, is_local=alone),
+        scales=_scales(spec, placements=placements, plan=plan, is_local=mesh is not None and mesh.shard == 1),
         flags=Operation(kind=Kind.REDUCE_FLAGS, subject=ROOT, num_bytes=4 * num_flags, is_local=alone),
         reduces=reduces,
         prefetch=plan.prefetch,
@@ -174,6 +178,19 @@ def _slice_bytes(
         for bucket in buckets
         if placements[bucket.units[0]].grads is SHARDED
     }
+
+
+def _scales(
+    spec: ModelSpec, *, placements: Mapping[str, Placement], plan: Plan, is_local: bool
+) -> tuple[Operation, ...]:
+    """Return the gather of scales at the start of each forward, if weights are gathered in fp8.
+
+    At the start, and not after the update, because weights may be written in between: loaded, averaged, edited.
+    """
+    sharded = [unit for unit in spec.units if placements[unit.name].params is SHARDED]
+    num_bytes = 4 * sum(num_fp8(unit, plan=plan) for unit in sharded)
+    sent = Operation(kind=Kind.GATHER_SCALES, subject=ROOT, num_bytes=num_bytes, is_local=is_local)
+    return (sent,) if num_bytes else ()
 
 
 def _broadcasts(spec: ModelSpec, *, is_local: bool) -> tuple[Operation, ...]:

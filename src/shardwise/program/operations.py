@@ -13,6 +13,9 @@ class Kind(Enum):
     On a mesh with a second axis, a reduce of sharded gradients sums them over the shard axis: this rank's slice is then
     reduced once more, over `replicate`, and is complete after the wait for that.
 
+    `gather scales`: each rank takes the maxima of its slices of the weights that are gathered in fp8, and all ranks
+    agree on one scale per weight.
+
     Matrices that an optimizer needs whole, and their gradients, are sent to their owners before an update; their new
     values are sent back into slices after it.
     """
@@ -29,6 +32,7 @@ class Kind(Enum):
     WAIT_SLICE = "wait slice"
     REDUCE_FLAGS = "reduce flags"
     BROADCAST = "broadcast"
+    GATHER_SCALES = "gather scales"
     TO_OWNERS = "to owners"
     UPDATE = "update"
     FROM_OWNERS = "from owners"
@@ -40,10 +44,11 @@ class Kind(Enum):
     def stream(self) -> str:
         """The queue that it runs in: `compute`, `gather` or `reduce`; waits and frees run on `compute`.
 
-        A broadcast, or a transfer to or from owners, has no separate wait: it ends before anything else begins. Flags
-        (one per parameter: did this rank use it?) have none either: a rank reads them only if it left one unused.
+        A broadcast, a gather of scales, or a transfer to or from owners, has no separate wait: it ends before anything
+        else begins. Flags (one per parameter: did this rank use it?) have none either: a rank reads them only if it
+        left one unused.
         """
-        if self in (Kind.GATHER, Kind.TO_OWNERS, Kind.FROM_OWNERS):
+        if self in (Kind.GATHER, Kind.GATHER_SCALES, Kind.TO_OWNERS, Kind.FROM_OWNERS):
             return "gather"
         reduces = (Kind.REDUCE, Kind.REDUCE_SLICE, Kind.REDUCE_FLAGS, Kind.BROADCAST)
         return "reduce" if self in reduces else "compute"

@@ -167,7 +167,9 @@ class RankState:
                 self.grads.update({member: self._home(member, "grads") for member in self.buckets[name]})
             case Kind.UPDATE:
                 self._update()
-            case Kind.FORWARD | Kind.BACKWARD | Kind.TAKE_GRADS | Kind.REDUCE_FLAGS | Kind.BROADCAST:
+            case (
+                Kind.FORWARD | Kind.BACKWARD | Kind.TAKE_GRADS | Kind.REDUCE_FLAGS | Kind.BROADCAST | Kind.GATHER_SCALES
+            ):
                 # These change nothing that is counted here.
                 pass
             case Kind.TO_OWNERS:

@@ -267,7 +267,7 @@ def _pack_tensor(tensor: TensorSpec, *, prefix: str) -> list[Any]:
     default = TensorSpec(name="", shape=())
     options = {
         key: value
-        for key in ("dtype", "trainable", "persistent", "keep_fp32", "aliases")
+        for key in ("dtype", "trainable", "persistent", "keep_fp32", "linear", "aliases")
         if (value := getattr(tensor, key)) != getattr(default, key)
     }
     return [*packed, options] if options else packed

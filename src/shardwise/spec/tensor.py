@@ -16,6 +16,7 @@ class TensorSpec:
     switched    frozen or thawed after the model was prepared; the tensor stays in the buffer it was put into then
     persistent  False for buffers that are not saved
     keep_fp32   computes in fp32 under every precision (BatchNorm, whose statistics are fp32)
+    linear      the weight of one nn.Linear
     """
 
     name: str
@@ -25,6 +26,7 @@ class TensorSpec:
     switched: bool = False
     persistent: bool = True
     keep_fp32: bool = False
+    linear: bool = False
     aliases: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

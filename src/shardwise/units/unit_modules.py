@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
 from shardwise.errors import InvalidModel
@@ -227,12 +228,23 @@ def _owners(model: nn.Module, *, modules: dict[str, nn.Module]) -> list[tuple[st
                 trainable=tensor.requires_grad,
                 persistent=not is_buffer or path in saved,
                 keep_fp32=isinstance(model.get_submodule(holder), _BatchNorm),
+                linear=path.endswith("weight") and is_plain_linear(model.get_submodule(holder)),
             )
             found[id(tensor)] = ([holder], is_buffer, spec)
         else:
             holders, _, spec = found[id(tensor)]
-            found[id(tensor)] = ([*holders, holder], is_buffer, replace(spec, aliases=(*spec.aliases, path)))
+            spec = replace(spec, aliases=(*spec.aliases, path), linear=False)
+            found[id(tensor)] = ([*holders, holder], is_buffer, spec)
     return [(_lowest_common(holders, unit_at), is_buffer, spec) for holders, is_buffer, spec in found.values()]
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Return whether a module is called for what nn.Linear computes, with a weight of its own."""
+    # nn.MultiheadAttention computes with the weight of this class, and does not call it.
+    if not isinstance(module, nn.Linear) or isinstance(module, NonDynamicallyQuantizableLinear):
+        return False
+    computes_so = type(module).forward is nn.Linear.forward and "forward" not in vars(module)
+    return computes_so and "weight" in module._parameters
 
 
 def _unit_paths(model: nn.Module, *, modules: dict[str, nn.Module]) -> dict[str, str]:

@@ -22,8 +22,10 @@ BYTES_PER_ELEMENT: Mapping[str, int] = MappingProxyType(
     }
 )
 
-PRECISIONS: Mapping[str, str] = MappingProxyType({"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"})
-"""Precision of a plan → dtype."""
+PRECISIONS: Mapping[str, str] = MappingProxyType(
+    {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
+)
+"""Precision of a plan → dtype in which units compute; under fp8, what their linear layers do not multiply."""
 
 
 def is_floating_point(dtype: str) -> bool:

@@ -75,19 +75,43 @@ def cut_out(parts: Sequence[tuple[int, int]], *, end: int) -> BufferCut:
     return BufferCut(sizes=tuple(sizes), places=tuple(places))
 
 
-def lay_out(shapes: Sequence[tuple[int, ...]], *, num_slices: int, alignment: int = ALIGNMENT) -> Layout:
-    """Return the layout of parameters of these shapes in a buffer of `num_slices` slices."""
-    offsets = []
+def lay_out(
+    shapes: Sequence[tuple[int, ...]],
+    *,
+    num_slices: int,
+    alignment: int = ALIGNMENT,
+    num_wide: int = 0,
+    width: int = 1,
+) -> Layout:
+    """Return the layout of parameters of these shapes in a buffer of `num_slices` slices.
+
+    num_wide   of the first parameters, each element has room for `width` elements, and each parameter lies in one
+               slice: so one layout serves a buffer of bytes, in which these have wider elements than the others, and
+               buffers in which all are equally wide
+    """
+    room = [prod(shape) * (width if index < num_wide else 1) for index, shape in enumerate(shapes)]
+    size = _round_up(sum(_round_up(one, alignment) for one in room), num_slices * alignment) // num_slices
+    while True:
+        offsets, end = _offsets(room, alignment=alignment, slice_elements=size if num_wide else 0, num_wide=num_wide)
+        if end <= num_slices * size:
+            break
+        size = _round_up(max(-(-end // num_slices), size + 1), alignment)
+    return Layout(shapes=tuple(shapes), offsets=tuple(offsets), num_elements=num_slices * size, num_slices=num_slices)
+
+
+def _offsets(room: Sequence[int], *, alignment: int, slice_elements: int, num_wide: int) -> tuple[list[int], int]:
+    """Return the offsets of parameters, and their end; the first `num_wide` do not cross from slice to slice."""
+    offsets: list[int] = []
     end = 0
-    for shape in shapes:
+    for index, size in enumerate(room):
+        if index < num_wide and size and end // slice_elements != (end + size - 1) // slice_elements:
+            end = _round_up(end, slice_elements)
+            if size > slice_elements:
+                # It does not fit any slice of this size.
+                return offsets, len(room) * size * (end + size)
         offsets.append(end)
-        end = _round_up(end + prod(shape), alignment)
-    return Layout(
-        shapes=tuple(shapes),
-        offsets=tuple(offsets),
-        num_elements=_round_up(end, num_slices * alignment),
-        num_slices=num_slices,
-    )
+        end = _round_up(end + size, alignment)
+    return offsets, end
 
 
 def _round_up(size: int, multiple: int) -> int:

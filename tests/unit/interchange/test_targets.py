@@ -90,6 +90,12 @@ def test_a_mesh_becomes_hybrid_sharding_where_the_target_has_it(tmp_path: Path) 
         export(plan, EIGHT, target="accelerate")
 
 
+@pytest.mark.parametrize("target", ["accelerate", "deepspeed", "lightning", "torchtitan"])
+def test_fp8_is_not_exported_to_another_engine(target: str) -> None:
+    with pytest.raises(InvalidPlan, match=f"precision = 'fp8' is Shardwise's own, and not for {target}"):
+        export(Plan(precision="fp8"), JobShape(ranks_per_node=8), target=target)
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_what_a_target_cannot_express_is_said_in_the_files_and_apart(target: str) -> None:
     plan = Plan(overrides={"head": "ddp"}, keep_fp32=("*.norm",), offload_activations=True)

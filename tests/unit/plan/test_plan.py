@@ -137,8 +137,8 @@ def test_every_bad_file_is_one_line_that_starts_with_its_path(tmp_path: Path) ->
 
 def test_a_mistake_names_the_key_the_value_and_what_is_allowed(tmp_path: Path) -> None:
     path = tmp_path / "plan.toml"
-    path.write_text('precision = "fp8"\n')
-    with pytest.raises(InvalidPlan, match="precision = 'fp8': must be one of fp32, bf16, fp16, native"):
+    path.write_text('precision = "fp4"\n')
+    with pytest.raises(InvalidPlan, match="precision = 'fp4': must be one of fp32, bf16, fp16, fp8, native"):
         Plan.load(path)
     path.write_text("stratgy = 'fsdp'\n")
     with pytest.raises(InvalidPlan, match="unknown key 'stratgy'; did you mean strategy"):

@@ -36,7 +36,7 @@ def test_only_floating_point_parameters_change_their_dtype() -> None:
 
 def test_integers_are_gathered_in_their_own_size_and_never_reduced() -> None:
     plan = Plan(strategy="fsdp", precision="bf16")
-    assert gather_bytes(MIXED, plan=plan) == 2 * 10 + 8 * 6 + 4 * 4 + 8 * 3
+    assert gather_bytes(MIXED, plan=plan, sharded=True) == 2 * 10 + 8 * 6 + 4 * 4 + 8 * 3
     assert reduce_bytes(MIXED, plan=plan) == 4 * 10 + 4 * 4 + 8 * 3
 
 
@@ -44,7 +44,7 @@ def test_the_program_counts_the_bytes_of_the_buffers() -> None:
     plan = Plan(strategy="fsdp", precision="bf16")
     program = build(ModelSpec(name="net", units=(MIXED,), call_order=(ROOT,)), plan=plan)
     sizes = {operation.kind: operation.num_bytes for operation in program.operations()}
-    assert sizes[Kind.GATHER] == gather_bytes(MIXED, plan=plan)
+    assert sizes[Kind.GATHER] == gather_bytes(MIXED, plan=plan, sharded=True)
     assert sizes[Kind.REDUCE] == reduce_bytes(MIXED, plan=plan)
 
 
@@ -84,7 +84,7 @@ def test_frozen_parameters_lie_in_a_buffer_of_their_own_of_which_nothing_is_redu
     flats = flat_specs(ADAPTED, plan=plan)
     assert [[param.name for param in flat.params] for flat in flats] == [["base", "bias"], ["adapter"]]
     assert [flat.is_trained for flat in flats] == [False, True]
-    assert gather_bytes(ADAPTED, plan=plan) == 2 * (640 + 40 + 64)
+    assert gather_bytes(ADAPTED, plan=plan, sharded=True) == 2 * (640 + 40 + 64)
     assert update_gather_bytes(ADAPTED, plan=plan) == 2 * 40
     assert reduce_bytes(ADAPTED, plan=plan) == 4 * 40
 

@@ -352,7 +352,7 @@ class CapturedStep:
         with heard_by((self._engine.core.events.gradients_asked, comparison.passes_are_over)):
             result = self._ordinary(inputs)
         distance = max(self._group.gather(comparison.distance))
-        if distance > most_distance(flat.full.dtype for flat in self._engine.flats):
+        if distance > most_distance(flat.compute_dtype for flat in self._engine.flats):
             self._stop(
                 f"replayed gradients differ from those of the same step run as an ordinary one by {distance:.1%}"
             )

@@ -4,7 +4,7 @@ Guards, captured steps, changes of the plan and the functions for a prepared mod
 (step_events.py). How a step is run (runner.py) is the core's own.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ from shardwise.engine.core.runner import Runner
 from shardwise.engine.core.step_events import StepEvents, announce
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.core.used import FlagRider
+from shardwise.engine.fp8.layer_classes import multiply_in_fp8
 from shardwise.plan import Plan
 from shardwise.plan.placement import SHARDED
 from shardwise.program import Kind, Operation, Row, StepProgram, Trigger
@@ -48,6 +49,7 @@ class Core:
         self.model, self.units, self.setting = model, units, setting
         self._runner = Runner(units, setting=setting)
         self._handles: list[Any] = []
+        self._undo: list[Callable[[], None]] = []
 
     # What it is
 
@@ -140,7 +142,23 @@ class Core:
     def attach(self) -> None:
         """Listen to the model."""
         self._handles = attach_casts(self.model, plan=self.plan)
+        self._multiply_in_fp8()
         self._runner.hooks.attach()
+
+    def _multiply_in_fp8(self) -> None:
+        self._multiply_as_before()
+        gathered = {
+            flat.names[index]: (weight, self._runner.executor.scales.inverses[flat.names[index]])
+            for flat in self.flats
+            if flat.fp8 is not None
+            for index, weight in flat.fp8.weights.items()
+        }
+        self._undo = multiply_in_fp8(self.model, spec=self.spec, plan=self.plan, gathered=gathered)
+
+    def _multiply_as_before(self) -> None:
+        for undo in self._undo:
+            undo()
+        self._undo = []
 
     def detach(self) -> None:
         """Listen to the model no more."""
@@ -148,6 +166,7 @@ class Core:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._multiply_as_before()
 
     @property
     def handles(self) -> list[Any]:
@@ -321,7 +340,9 @@ class Core:
         # No backward will come of a forward that was computed with the old buffers.
         self._runner.forwards = 0
         self._runner.flags.cover()
+        self._runner.executor.cover_scales()
         self._runner.follow(spec, plan=self.plan)
+        self._multiply_in_fp8()
 
     def resume(self, before: "Core") -> None:
         """Continue where the core of another plan has stopped, between two passes. Both have the same parameters."""

@@ -4,7 +4,7 @@ Ranks may call different units here, too. Each takes part in the gathers of the 
 step; where that may change (`dynamic`), they agree on each gather.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
@@ -13,11 +13,12 @@ from shardwise.comm.agreement import RanksMissing, meet
 from shardwise.comm.groups import Group
 from shardwise.comm.issued import of_no_step
 from shardwise.comm.rank_progress import NO_GRAD_FORWARD, PROGRESS
+from shardwise.engine.core.executor import EngineExecutor
 from shardwise.engine.core.first_forward import FirstForward
 from shardwise.engine.core.unit import Unit
 from shardwise.program import Kind, Row
 from shardwise.program.rules.context import StepContext
-from shardwise.program.rules.demand import demanded, released
+from shardwise.program.rules.demand import demanded, released, rescaled
 from shardwise.spec import ROOT
 
 
@@ -30,13 +31,13 @@ class EvaluationGathers:
 
     def __init__(
         self,
-        units: Mapping[str, Unit],
+        executor: EngineExecutor,
         *,
         group: Group,
         run: Callable[[Row], None],
         make_first_forward: Callable[[], FirstForward],
     ) -> None:
-        self._units, self._group = units, group
+        self._executor, self._units, self._group = executor, executor.units, group
         self._run = run
         self._make_first_forward = make_first_forward
         self._gathered = False
@@ -63,6 +64,8 @@ class EvaluationGathers:
         if gathers and not self._gathered and self.agreed is None:
             # A rank that trains, or saves, could otherwise take its gathers for its own.
             meet(NO_GRAD_FORWARD, limit_seconds=self.patience_seconds)
+        if gathers and self.agreed is None:
+            self._rescale()
         if unit.name == ROOT and self.agreed is None and self._calls:
             if self._dynamic:
                 self._forward = self._make_first_forward()
@@ -81,6 +84,12 @@ class EvaluationGathers:
             unit.wake()
         self._gathered |= gathers
         PROGRESS.kind, PROGRESS.unit = Kind.FORWARD, unit.name
+
+    def _rescale(self) -> None:
+        """Take scales of weights that are gathered in fp8, if values were written since the last ones. Collective."""
+        if self._executor.scales.stale and self._context.scales:
+            with of_no_step(self._group.log):
+                self._run(rescaled(self._context))
 
     def end_call(self, unit: Unit) -> None:
         """End a unit's forward: free it."""
@@ -143,6 +152,7 @@ class EvaluationGathers:
     def agreeing(self, what: str) -> Iterator[None]:
         """Agree with the other ranks on each gather in this block, until all have left it. Collective."""
         meet(what, limit_seconds=self.patience_seconds)
+        self._rescale()
         self.agreed = self._make_first_forward()
         try:
             yield

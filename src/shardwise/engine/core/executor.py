@@ -7,9 +7,10 @@ from functools import partial
 from torch import Tensor
 
 from shardwise.engine.core.bucket import ReduceBucket
+from shardwise.engine.core.core_setting import CoreSetting
 from shardwise.engine.core.first_forward import FirstForward
 from shardwise.engine.core.flat_buffers import refresh
-from shardwise.engine.core.tape import Tape
+from shardwise.engine.core.fp8_scales import Fp8Scales
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.core.used import UsedFlags
 from shardwise.program import Kind, Operation, Row, Trigger
@@ -34,16 +35,22 @@ class EngineExecutor:
         flags: UsedFlags,
         broadcast_buffers: Callable[[], None],
         serve: Callable[[Unit], None],
-        tape: Tape,
+        setting: CoreSetting,
     ) -> None:
         self.units = units
         self.flags = flags
         self.broadcast_buffers = broadcast_buffers
         self.serve = serve
-        self.tape = tape
+        self.tape, self._setting = setting.tape, setting
         self.others: dict[Kind, MakeAction] = {}
         self.first: FirstForward | None = None
+        self.cover_scales()
         self.hold_buckets(())
+
+    def cover_scales(self) -> None:
+        """Have a scale for each weight that the units gather in fp8 now."""
+        flats = [flat for unit in self.units.values() for flat in unit.flats]
+        self.scales = Fp8Scales(flats, setting=self._setting)
 
     def hold_buckets(self, buckets: Iterable[ReduceBucket]) -> None:
         """Reduce gradients in these buckets from here on."""
@@ -75,6 +82,8 @@ class EngineExecutor:
                 return self.flags.start_locally if operation.is_local else self.flags.start
             case Kind.BROADCAST:
                 return partial(self.tape.record, kind, ROOT) if operation.is_local else self.broadcast_buffers
+            case Kind.GATHER_SCALES:
+                return self.scales.refresh_locally if operation.is_local else self.scales.refresh
             case Kind.UPDATE:
                 return self._updated
             case _:

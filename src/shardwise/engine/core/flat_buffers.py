@@ -5,6 +5,8 @@ full      compute dtype; parameters are views of it. Freed by resizing its stora
 master    what the optimizer steps: the owned slice where optim is sharded, else everything. Where params are
           replicated and compute in the master's dtype it is not a second copy but a view of `full`. It may
           live in host memory; then it is staged there in the compute dtype, so that less crosses the bus.
+
+Weights that are gathered in fp8 (fp8_bytes.py) are views of a full buffer of bytes.
 """
 
 from collections.abc import Sequence
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 from shardwise.comm.collectives import Collectives, Work, own_slice
 from shardwise.comm.groups import MeshGroups
 from shardwise.comm.issued import CollectiveName
+from shardwise.engine.core.fp8_bytes import Fp8Bytes
 from shardwise.engine.core.master_writes import MasterWrites
 from shardwise.engine.core.precision import torch_dtype
 from shardwise.plan.placement import SHARDED, Placement
@@ -74,7 +77,7 @@ class FlatBuffers:
         self.groups = groups
         self.collectives = collectives
         self.host = host
-        compute_dtype, self.master_dtype = torch_dtype(spec.compute_dtype), torch_dtype(spec.master_dtype)
+        self.compute_dtype, self.master_dtype = torch_dtype(spec.compute_dtype), torch_dtype(spec.master_dtype)
         self.reduce_dtype = torch_dtype(spec.reduce_dtype)
         self.has_gradients = spec.has_gradients
         self.unstepped = spec.unstepped
@@ -83,18 +86,22 @@ class FlatBuffers:
         self._cut = self.layout.cut()
         # Those whose piece of the buffer does not have their shape as it is.
         self._shaped = [(index, shape) for index, shape in enumerate(self.layout.shapes) if len(shape) != 1]
+        # None if what is gathered is of the compute dtype.
+        self.fp8: Fp8Bytes | None = None
+        if spec.num_fp8 and placement.params is SHARDED:
+            self.fp8 = Fp8Bytes(self.layout, num_fp8=spec.num_fp8, dtype=self.compute_dtype)
         # Empty until it is laid out.
-        self.full = torch.empty(0, dtype=compute_dtype, device=device)
+        self.full = torch.empty(0, dtype=torch.uint8 if self.fp8 else self.compute_dtype, device=device)
         self.full_views: list[Tensor] = []
         # Whether an update of the master is an update of the full buffer.
-        self.aliased = host is None and placement.params is not SHARDED and compute_dtype == self.master_dtype
+        self.aliased = host is None and placement.params is not SHARDED and self.compute_dtype == self.master_dtype
         if placement.params is not SHARDED:
             self.lay_out()
         self.master = self._make_master()
         # What is copied into the full buffer; the master itself, where it need not be staged.
         self.staged = self.master
-        if host is not None and compute_dtype != self.master_dtype:
-            self.staged = host.zeros(self.master.numel(), dtype=compute_dtype)
+        if host is not None and self.compute_dtype != self.master_dtype:
+            self.staged = host.zeros(self.master.numel(), dtype=self.compute_dtype)
         self.owned = self._own()
         # What somebody else wrote into the master; whether somebody got hold of the module's parameters.
         self.writes = MasterWrites(self.master)
@@ -123,8 +130,11 @@ class FlatBuffers:
         self._storage = self.full.untyped_storage()
         self.full_bytes = self._storage.nbytes()
         # Made while there is storage behind them: a view of freed storage can be kept, but not made.
-        self.full_views = self.views(self.full)
+        self.full_views = self.views(self.full) if self.fp8 is None else self.fp8.lay_out(self.full)
         self.own_full = own_slice(self.full, group=self.groups.gather)
+        if self.fp8 is not None:
+            parts = [(part.index, part.start, part.stop) for part in self.owned]
+            self.fp8.own(parts, own_full=self.own_full, staged=self.staged)
         self.whole = True
         if self.placement.params is SHARDED:
             self._storage.resize_(0)
@@ -211,7 +221,7 @@ class FlatBuffers:
     def attach(self, index: int, parameter: nn.Parameter) -> None:
         """Make the module's parameter, which may be a new one where it was on the meta device, a view of the buffer."""
         parameter.data = self.full_views[index]
-        if self.full.dtype != self.master_dtype:
+        if self.compute_dtype != self.master_dtype:
             # Averaged gradients are of the master's dtype.
             parameter.grad_dtype = None
         self.params[index] = parameter
@@ -229,7 +239,9 @@ class FlatBuffers:
 
     def load_own(self) -> None:
         """Cast what this rank owns into its place in the full buffer."""
-        if not self.aliased:
+        if self.fp8 is not None:
+            self.fp8.load_own()
+        elif not self.aliased:
             self.own_full.copy_(self.staged, non_blocking=True)
 
     def wait_gather(self) -> None:
@@ -284,6 +296,7 @@ class FlatBuffers:
         self._storage = self.full.untyped_storage()
         self.writes = MasterWrites(self.master)
         self.owned, self.full_views = [], []
+        self.fp8 = None
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Return views of a buffer of this layout, one per parameter, in its shape."""

@@ -56,8 +56,9 @@ def _computes_in_fp32(module: nn.Module, *, of: str, model: nn.Module) -> bool:
 
 def check_kept(model: nn.Module, *, spec: ModelSpec, plan: Plan) -> None:
     """Refuse patterns that name nothing, and a parameter that two modules share of which one is kept in fp32."""
-    for pattern in unmatched(plan.keep_fp32, (path for path, _ in model.named_modules())):
-        raise InvalidPlan(f"keep_fp32: {pattern} matches no module of the model")
+    for name in ("keep_fp32", "keep_bf16"):
+        for pattern in unmatched(getattr(plan, name), (path for path, _ in model.named_modules())):
+            raise InvalidPlan(f"{name}: {pattern} matches no module of the model")
     for param in (param for unit in spec.units for param in unit.params):
         kept = {plan.keeps_fp32(name): name for name in (param.name, *param.aliases)}
         if len(kept) > 1:

@@ -55,11 +55,11 @@ class Runner:
             flags=self.flags,
             broadcast_buffers=self._broadcast_buffers,
             serve=self.serve,
-            tape=setting.tape,
+            setting=setting,
         )
         self.cursor = Cursor(self.executor)
         self.evaluation = EvaluationGathers(
-            units, group=setting.groups.gather, run=self.cursor.run, make_first_forward=self._make_first_forward
+            self.executor, group=setting.groups.gather, run=self.cursor.run, make_first_forward=self._make_first_forward
         )
         modules = {unit: unit.module for unit in units.values()}
         # In backward the cursor itself is what the hooks call.

@@ -72,7 +72,7 @@ class Unit:
         # Whether there is anything to gather and free.
         self.sharded = self.placement.params is SHARDED and bool(flats)
         # Whose parameters are guarded between backwards: their gradients are sharded, or they are copies of a master.
-        self.resting = [flat for flat in flats if not flat.shows_grads or flat.full.dtype != flat.master_dtype]
+        self.resting = [flat for flat in flats if not flat.shows_grads or flat.compute_dtype != flat.master_dtype]
         self.shows_grads = any(flat.shows_grads for flat in flats)
         self._is_on_gpu = bool(flats) and flats[0].device.type == "cuda"
         self._num_params = sum(len(flat.params) for flat in flats)

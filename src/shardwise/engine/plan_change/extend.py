@@ -97,7 +97,8 @@ def _spec_now(model: nn.Module, engine: Engine) -> ModelSpec:
     def now(found: TensorSpec, *, unit: str) -> TensorSpec:
         place = known.get(id(parameters[found.name]))
         if place is None:
-            return found
+            # Layers that are added later multiply in bf16.
+            return replace(found, linear=False)
         flat, index = place
         if not any(flat is own for own in engine.core.units[unit].flats):
             raise InvalidModel(f"{_NAME}: {found.name} is shared between units that did not share it before")

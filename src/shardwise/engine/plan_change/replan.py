@@ -35,7 +35,19 @@ from shardwise.spec import UnitSpec
 from shardwise.vocabulary.layout import ALIGNMENT
 
 # Settings that cannot change: another value would change the computation, or the units.
-_FIXED = ("units", "precision", "keep_fp32", "reduce_dtype", "tile", "compile", "engine", "collectives")
+_FIXED = (
+    "units",
+    "precision",
+    "keep_fp32",
+    "fp8_recipe",
+    "fp8_min_features",
+    "keep_bf16",
+    "reduce_dtype",
+    "tile",
+    "compile",
+    "engine",
+    "collectives",
+)
 _WHAT = "shardwise.replan"
 
 

@@ -80,7 +80,7 @@ def _of_flat(flat: FlatParams, optimizer: Optimizer | None) -> Iterator[tuple[st
     sharded = flat.placement.params is SHARDED
     yield GATHERED if sharded else PARAMS, flat.full
     on_host = flat.host is not None
-    is_the_parameter = sharded and flat.full.dtype == flat.master_dtype
+    is_the_parameter = sharded and flat.compute_dtype == flat.master_dtype
     yield HOST if on_host else PARAMS if is_the_parameter else OPTIM, flat.master
     yield HOST, flat.staged
     for part in flat.owned:

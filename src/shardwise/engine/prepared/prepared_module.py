@@ -95,7 +95,7 @@ class PreparedModule(nn.Module):
 def _changes_nothing(model: nn.Module, function: Callable[[Tensor], Tensor]) -> bool:
     """Return whether `function`, which a method like `to` applies to all tensors, returns each of them unchanged."""
     kinds = {
-        (flat.full.dtype, flat.device, len(shape)) for flat in engine_of(model).flats for shape in flat.layout.shapes
+        (flat.compute_dtype, flat.device, len(shape)) for flat in engine_of(model).flats for shape in flat.layout.shapes
     }
     kinds |= {(buffer.dtype, buffer.device, buffer.dim()) for buffer in model.buffers()}
     for dtype, device, num_dims in kinds:

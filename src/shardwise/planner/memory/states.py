@@ -161,7 +161,7 @@ def _flat_states(flat: FlatSpec, *, placement: Placement, setting: StateSetting)
     layout, stepped = flat.layout(num_slices=num_slices), flat.master_bytes
     num_elements = layout.num_elements
     params_sharded, optim_sharded = placement.params is SHARDED, placement.optim is SHARDED
-    full = rounded(num_elements * flat.compute_bytes)
+    full = rounded(num_elements * flat.full_bytes(sharded=params_sharded))
     master = rounded((layout.slice_elements if optim_sharded else num_elements) * stepped)
     # A sharded parameter that computes in the master dtype is its own master; any other fp32 master is separate.
     is_cast = flat.compute_dtype != flat.master_dtype

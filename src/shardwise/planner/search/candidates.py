@@ -9,6 +9,7 @@ from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import SHARDED, STRATEGIES
 from shardwise.planner.engine_model import engine_model_of
+from shardwise.planner.fp8_devices import check_planned_fp8
 from shardwise.planner.memory.peak import MemoryEstimate, estimate, job_of
 from shardwise.planner.search.micro_batches import MicroBatches, largest_fitting, micro_batches_of
 from shardwise.planner.systems import OWN, System
@@ -100,6 +101,7 @@ def cost(
 
     `system`: the one that runs the plan, with the time and the memory that it adds.
     """
+    check_planned_fp8(spec, plan=plan, device=cluster.device)
     memory = _memory(spec, plan=plan, cluster=cluster, optimizer=optimizer, quick=True, system=system)
     if not quick and _fits(memory.device_bytes, plan=plan, cluster=cluster) != "no":
         # If its tensors alone do not fit, the allocator's model need not be run.

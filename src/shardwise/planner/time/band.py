@@ -25,6 +25,7 @@ NODES = "across nodes"
 COMPILED = "compiled"
 HOST_MEASURED = "bound by the host"
 HOST = "bound by a host that was not measured"
+FP8 = "fp8 products assumed twice as fast as bf16's, not measured"
 FOREIGN = "an engine of which only the extra time is modelled"
 
 PARTS = {
@@ -37,9 +38,11 @@ PARTS = {
     COMPILED: 0.06,
     HOST_MEASURED: 0.08,
     HOST: 0.35,
+    FP8: 0.25,
     FOREIGN: 0.2,
 }
-"""Fact → share of the time. Those of hosts and engines are wide: hosts differ by a factor of two."""
+"""Fact → share of the time. Those of hosts and engines are wide: hosts differ by a factor of two. That of fp8 is not
+from rows: a device that `calibrate` has measured does not have it."""
 
 UNSEEN_SLOWER = 0.75
 """What a step may take beyond that on an architecture of which no training was compared: its libraries may be far from
@@ -100,9 +103,16 @@ def time_band(
         # Probed, or calibrated in the user's own file, and so on the user's own host.
         is_known = cluster.device.host is not None or cluster.device.calibration is not None
         facts.append(HOST_MEASURED if is_known else HOST)
+    if plan.has_fp8 and not _has_fp8_points(cluster.device):
+        facts.append(FP8)
     if system.is_foreign:
         facts.append(FOREIGN)
     return TimeBand(tuple(sorted(facts, key=lambda fact: -PARTS[fact])), slower=slower)
+
+
+def _has_fp8_points(device: Device) -> bool:
+    known = device.calibration or shipped_calibration(device.name) or shipped_calibration(USUAL)
+    return known is not None and any(key.startswith("matmul") and key.endswith("fp8") for key in known.reach)
 
 
 def kernels_fact(device: Device) -> str:

@@ -8,6 +8,7 @@ from shardwise.hardware import Device
 from shardwise.hardware.borrowed import kernel_model_of
 from shardwise.hardware.kernel_model import Kernel, attention, product, strided
 from shardwise.planner.job import PRODUCTS
+from shardwise.planner.time.fp8_products import CAST, NO_FP8, Fp8Weights, fp8_kernels
 from shardwise.planner.time.queues import WorkSeconds
 from shardwise.spec.step import Op, Stream
 
@@ -62,7 +63,7 @@ COLUMN_BYTES: Mapping[str, float] = MappingProxyType(
 """Kernel → bytes that it reads and writes per column (or channel) at any batch: weight, bias and their gradients in 16
 bits; for a batch norm weight, bias and statistics in fp32."""
 
-_ALONE = ("matmul", "embedding", "embedding_backward", "column_sum", "max_pool", "max_pool_backward")
+_ALONE = ("matmul", "embedding", "embedding_backward", "column_sum", "max_pool", "max_pool_backward", CAST)
 """Kernels that a compiler does not fuse with their neighbours, in addition to those with floating-point operations."""
 
 RECOMPUTE_ISSUES = 85.0
@@ -142,20 +143,21 @@ def stream_seconds(
     recomputed: int = 0,
     fuses: bool = False,
     nodes_per_op: float = 1.0,
+    fp8: Fp8Weights = NO_FP8,
 ) -> WorkSeconds:
     """Return the time of a stream's operations; the first `recomputed` ones are issued from Python in backward too.
 
     `nodes_per_op`: as for launch_seconds. `fuses`: compiled, so that a chain of memory-bound operations is one kernel.
+    `fp8`: weights whose products are in fp8.
     """
     launch = kernel = span = 0.0
     model, other = kernel_model_of(device), _issue_seconds(device)["other"]
     works = (
-        (
-            launch_seconds(op, backward=by_autograd, device=device, nodes_per_op=nodes_per_op),
-            kernel_of(op, batch=batch, seq=seq, precision=precision, backward=by_autograd),
-        )
+        (launch_seconds(op, backward=by_autograd, device=device, nodes_per_op=nodes_per_op), done)
         for number, op in enumerate(stream.ops)
         for by_autograd in [backward and number >= recomputed]
+        for kernel in [kernel_of(op, batch=batch, seq=seq, precision=precision, backward=by_autograd)]
+        for done in fp8_kernels(op, kernel, weights=fp8) or (kernel,)
     )
     for issued, done in _fused(works, issue_seconds=other[0]) if fuses else works:
         seconds = model.seconds(done)

@@ -7,13 +7,14 @@ from shardwise.hardware import Device
 from shardwise.hardware.fit import ISSUED_BY_ITSELF
 from shardwise.planner.job import Job
 from shardwise.planner.time.compute import num_recomputed, stream_seconds
+from shardwise.planner.time.fp8_products import NO_FP8, Fp8Weights, fp8_weights
 from shardwise.planner.time.queues import WorkSeconds
 from shardwise.planner.ways import is_compiled
 from shardwise.spec import ModelSpec
 from shardwise.spec.law import Line
 from shardwise.spec.step import BEFORE_FORWARD, FORWARD, Stream
 
-PieceKey = tuple[int, bool, int, int, bool, float]
+PieceKey = tuple[int, bool, int, int, bool, float, Fp8Weights]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,6 +25,7 @@ class ComputePiece:
     num_units      number of units that it stands for
     is_fused       a compiler makes one kernel of several operations
     nodes_per_op   nodes of the autograd graph per operation, in backward
+    fp8            weights that it multiplies in fp8
     """
 
     stream: Stream
@@ -32,11 +34,13 @@ class ComputePiece:
     num_units: int
     is_fused: bool
     nodes_per_op: float = 1.0
+    fp8: Fp8Weights = NO_FP8
 
     @property
     def key(self) -> PieceKey:
         return (
-            id(self.stream), self.is_backward, self.recomputed, self.num_units, self.is_fused, self.nodes_per_op
+            id(self.stream), self.is_backward, self.recomputed, self.num_units, self.is_fused, self.nodes_per_op,
+            self.fp8,
         )  # fmt: skip
 
     @property
@@ -56,7 +60,8 @@ def pieces_of(job: Job) -> list[ComputePiece]:
             if is_backward and unit in forwards and job.plan.recompute_of(unit) != "none":
                 recomputed = num_recomputed(forwards[unit], stream)
             is_fused = is_compiled(job.plan, unit=unit)
-            found.append(ComputePiece(stream, is_backward, recomputed, job.weight(unit), is_fused))
+            fp8 = fp8_weights(job.spec.unit(unit), plan=job.plan, placement=job.placements[unit])
+            found.append(ComputePiece(stream, is_backward, recomputed, job.weight(unit), is_fused, fp8=fp8))
     forward, backward = (sum(piece.num_others for piece in found if piece.is_backward is way) for way in (False, True))
     # Each operation of forward is a node of the autograd graph.
     nodes_per_op = min(forward / max(backward, 1), 1.0)
@@ -83,7 +88,9 @@ class Pieces:
         return found
 
     def _work(self, piece: ComputePiece, batch: int) -> WorkSeconds:
-        key = (id(piece.stream), piece.is_backward, piece.recomputed, batch, piece.is_fused, piece.nodes_per_op)
+        key = (
+            id(piece.stream), piece.is_backward, piece.recomputed, batch, piece.is_fused, piece.nodes_per_op, piece.fp8
+        )  # fmt: skip
         if key not in self.seen:
             self.seen[key] = stream_seconds(
                 piece.stream,
@@ -95,6 +102,7 @@ class Pieces:
                 recomputed=piece.recomputed,
                 fuses=piece.is_fused,
                 nodes_per_op=piece.nodes_per_op,
+                fp8=piece.fp8,
             )
         return self.seen[key]
 

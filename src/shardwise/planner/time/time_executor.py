@@ -132,6 +132,14 @@ class TimeExecutor:
             case Kind.BROADCAST:
                 if not operation.is_local:
                     yield from self._broadcast(num_bytes)
+            case Kind.GATHER_SCALES:
+                # Each rank reads its masters, and each sends as many numbers as there are weights.
+                masters = sum(MASTER_BYTES * size.trainable for size in self.sizes.values()) // rings.shard.num_ranks
+                yield self._copy("scales", masters)
+                if not operation.is_local:
+                    sent = rings.shard.gather_seconds(rings.shard.num_ranks * num_bytes)
+                    yield self._send("gather scales", rings.shard, sent)
+                    yield Instruction(WAIT, "gather scales", 0, overhead.wait)
             case Kind.TO_OWNERS | Kind.FROM_OWNERS:
                 yield from self._move_owned(f"gather {kind.value} {name}", operation)
             case Kind.UPDATE:

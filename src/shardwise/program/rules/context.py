@@ -19,6 +19,7 @@ class StepContext:
     update_gather_bytes   bytes of each unit that are gathered after an update, where ranks update slices
     owned_bytes   bytes of each unit's matrices with an owner, in the dtype in which they are stepped
     slice_bytes   only of buckets whose slices are reduced over a second axis of the mesh
+    broadcasts, scales   at the start of each forward: buffers of rank 0, and scales of weights that are gathered in fp8
     reduces       whether this pass reduces its gradients, or keeps them for a later pass
     alone         whether this rank is the only one of the job; `alone_on_shard`: the only one on its shard axis
     """
@@ -35,12 +36,18 @@ class StepContext:
     owned_bytes: Mapping[str, int]
     slice_bytes: Mapping[str, int]
     broadcasts: tuple[Operation, ...]
+    scales: tuple[Operation, ...]
     flags: Operation
     reduces: bool
     prefetch: int
     reduces_in_flight: int
     alone: bool
     alone_on_shard: bool
+
+    @property
+    def at_start(self) -> tuple[Operation, ...]:
+        """The operations with which each forward starts."""
+        return (*self.broadcasts, *self.scales)
 
     def gather(self, unit: str) -> Operation:
         """Return the gather of a unit's parameters."""

@@ -17,6 +17,11 @@ def agreed(unit: str, context: StepContext) -> Row:
     return Row(trigger=Trigger.AGREED, unit=unit, call=0, operations=on_demand(unit, context))
 
 
+def rescaled(context: StepContext) -> Row:
+    """Return the row before forwards outside a step, if weights are gathered in fp8."""
+    return Row(trigger=Trigger.DEMANDED, unit=ROOT, call=0, operations=context.scales)
+
+
 def released(unit: str) -> Row:
     """Return the row for a unit that was gathered on demand and is no longer needed."""
     return Row(trigger=Trigger.RELEASED, unit=unit, call=0, operations=(Operation(kind=Kind.FREE, subject=unit),))

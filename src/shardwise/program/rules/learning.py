@@ -26,7 +26,7 @@ Outcome = tuple[FirstState, tuple[Operation, ...]]
 def before_forward(state: FirstState, event: StepEvent, context: StepContext) -> Outcome:
     """Gather the unit that is called, and wait for it."""
     unit = event.unit
-    operations = context.broadcasts if unit == ROOT else ()
+    operations = context.at_start if unit == ROOT else ()
     if context.sharded(unit) and unit not in state.gathered:
         state = replace(state, gathered=state.gathered | {unit})
         operations += on_demand(unit, context)

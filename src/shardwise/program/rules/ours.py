@@ -29,8 +29,8 @@ Outcome = tuple[State, tuple[Operation, ...]]
 def before_forward(state: State, event: StepEvent, context: StepContext) -> Outcome:
     """Gather this unit unless it is gathered, then those that come next, then wait for this one."""
     state, operations = _gather_and_wait(state, event.unit, context.calls[event.position + 1 :], context)
-    broadcasts = context.broadcasts if event.unit == ROOT else ()
-    return state, (*broadcasts, *operations, Operation(kind=Kind.FORWARD, subject=event.unit))
+    at_start = context.at_start if event.unit == ROOT else ()
+    return state, (*at_start, *operations, Operation(kind=Kind.FORWARD, subject=event.unit))
 
 
 def after_forward(state: State, event: StepEvent, context: StepContext) -> Outcome:

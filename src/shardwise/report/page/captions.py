@@ -52,6 +52,10 @@ def caption(kind: Kind, *, placement: Placement, trained: bool, mesh: Mesh) -> s
             return "The ranks exchange which parameters they used; one that no rank used is not updated."
         case Kind.BROADCAST:
             return "Rank 0 sends its buffers (such as running means), so that all ranks compute with the same ones."
+        case Kind.GATHER_SCALES:
+            return (
+                "The ranks agree on the scale of each weight that is gathered in fp8, from the maxima of their slices."
+            )
         case Kind.TO_OWNERS:
             return f"Each matrix that must be updated as a whole goes to the rank that owns it: {SIZE} with gradients."
         case Kind.FROM_OWNERS:

@@ -9,6 +9,7 @@ from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import strategy_of
 from shardwise.planner.search.chosen_text import chosen_text
 from shardwise.report.snapshots import snapshots_of
+from shardwise.report.text.fp8_table import fp8_lines
 from shardwise.report.text.step_picture import in_words, step_lines, sum_lines
 from shardwise.spec import ROOT, ModelSpec
 
@@ -27,6 +28,8 @@ def explain_plan(spec: ModelSpec, *, plan: Plan, num_ranks: int) -> list[str]:
         "",
         *_unit_lines(spec, plan=plan),
         "",
+        *(fp8 := fp8_lines(spec, plan=plan)),
+        *([""] if fp8 else []),
         *meanings,
         "",
         *step_lines(step, spec=spec),

@@ -34,6 +34,7 @@ class DdpMemory(MemoryExecutor):
                 | Kind.REDUCE_SLICE
                 | Kind.WAIT_SLICE
                 | Kind.REDUCE_FLAGS
+                | Kind.GATHER_SCALES
                 | Kind.TO_OWNERS
                 | Kind.FROM_OWNERS
             ):

@@ -50,7 +50,13 @@ class FullyShardMemory(MemoryExecutor):
             case Kind.UPDATE:
                 return self._update
             case (
-                Kind.FORWARD | Kind.BACKWARD | Kind.REDUCE_SLICE | Kind.WAIT_SLICE | Kind.REDUCE_FLAGS | Kind.BROADCAST
+                Kind.FORWARD
+                | Kind.BACKWARD
+                | Kind.REDUCE_SLICE
+                | Kind.WAIT_SLICE
+                | Kind.REDUCE_FLAGS
+                | Kind.BROADCAST
+                | Kind.GATHER_SCALES
             ):
                 # A slice, which is the gradient, is summed in place.
                 return do_nothing

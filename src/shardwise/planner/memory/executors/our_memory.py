@@ -48,7 +48,9 @@ class OurMemory(MemoryExecutor):
                 return partial(self._from_owners, name, operation.num_bytes)
             case Kind.UPDATE:
                 return self._update
-            case Kind.WAIT_GATHER | Kind.BACKWARD | Kind.REDUCE | Kind.REDUCE_FLAGS | Kind.BROADCAST:
+            case (
+                Kind.WAIT_GATHER | Kind.BACKWARD | Kind.REDUCE | Kind.REDUCE_FLAGS | Kind.BROADCAST | Kind.GATHER_SCALES
+            ):
                 # In place, in existing buffers.
                 return do_nothing
             case _:

@@ -1,0 +1,241 @@
+"""fp8 and bf16 on one GPU, in turn: `python benchmarks/fp8.py [--cases NAME …] [--ranks 8]`.
+
+Rank 0 of 8 in rehearsal: every row of the program is issued, the other ranks are absent, and communication takes no
+time, so that only the products can gain. `fsdp`, compiled units, fused AdamW, one batch on the device. Each case runs
+in a process of its own, in which all ways are set up and blocks of steps alternate. Writes
+benchmarks/results/fp8_h200.json after every case; rows of other cases are kept.
+
+    bf16          ours
+    tensorwise    ours in fp8, one scale per tensor
+    rowwise       ours in fp8, one scale per row
+    torchao       torchao's float8 (tensorwise, fp8 gathers) with fully_shard under torch's fake process group, the same
+                  units, compiled; where torchao can be imported
+    fully_shard   the same in bf16
+
+`captured` cases replay whole steps of ours as CUDA graphs. `--products` times single products instead: bf16, and both
+recipes with their casts, compiled, by shape (results/fp8_products_h200.json).
+"""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import measuring
+import torch
+import workers
+from torch import Tensor, nn
+from torch.nn import functional
+from training_case import make_optimizer
+
+import shardwise
+from shardwise import Plan
+from shardwise.engine.fp8.linear import RowwiseLinear, TensorwiseLinear
+from shardwise.hardware import cluster_of
+from shardwise.planner.search.candidates import cost
+from shardwise.program.buffers import gather_bytes
+from shardwise.sources import Source
+from shardwise.spec import ROOT
+from shardwise.tasks import load_task
+from shardwise.units import unit_modules
+
+WARM_UP = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    model: str
+    batch: int
+    seq: int
+    recompute: str = "none"
+    captured: bool = False
+    ways: tuple[str, ...] = ("bf16", "tensorwise", "rowwise")
+
+
+_PEERS = ("bf16", "tensorwise", "torchao", "fully_shard")
+CASES = {
+    "Llama-8B 1×8192": Case(model="llama-3.1-8b", batch=1, seq=8192),
+    "Llama-8B 2×4096": Case(model="llama-3.1-8b", batch=2, seq=4096),
+    "Llama-1B 2×2048": Case(model="llama-3.2-1b", batch=2, seq=2048),
+    "Llama-1B 4×2048": Case(model="llama-3.2-1b", batch=4, seq=2048),
+    "Llama-1B 2×2048 captured": Case(model="llama-3.2-1b", batch=2, seq=2048, captured=True),
+    "Llama-1B 4×2048 captured": Case(model="llama-3.2-1b", batch=4, seq=2048, captured=True),
+    "Llama-8B 1×8192 peers": Case(model="llama-3.1-8b", batch=1, seq=8192, ways=_PEERS),
+    "tiny": Case(model="llama-tiny", batch=2, seq=64),
+}
+PRODUCTS = [(2048, 2048), (2048, 512), (2048, 8192), (8192, 2048), (4096, 4096), (4096, 1024), (4096, 14336)]
+ROWS = [2048, 4096, 8192, 16384]
+
+
+def plan_of(case: Case, way: str) -> Plan:
+    # The smallest model is there to try the benchmark itself, on a CPU.
+    least = {"fp8_min_features": 16} if case.model == "llama-tiny" else {}
+    fp8 = {"precision": "fp8", "fp8_recipe": way, **least} if way in ("tensorwise", "rowwise") else {}
+    return Plan(
+        **{
+            "strategy": "fsdp",
+            "precision": "bf16",
+            "compile": "inductor",
+            "recompute": case.recompute,
+            "capture": "auto" if case.captured else "off",
+            **fp8,
+        }
+    )
+
+
+def step_of(case: Case, way: str, *, device: str, collectives: Any, said: list[str]) -> Callable[[], Tensor]:
+    """Set up one way, and return its step."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    task = load_task(case.model, seq=case.seq, device=device)
+    model = task.model.train()
+    batch = tuple(torch.randint(200, one.shape, device=device) for one in task.make_batch(case.batch))
+    if way in ("torchao", "fully_shard"):
+        shard_by_torch(model, in_fp8=way == "torchao")
+        optimizer = make_optimizer("adamw-fused", model)
+    else:
+        optimizer = make_optimizer("adamw-fused", model)
+        shardwise.prepare(model, optimizer, plan_of(case, way), device=device, collectives=collectives)
+
+    after_update = precomputed_scales if way == "torchao" else lambda model: None
+
+    def step(*parts: Tensor) -> Tensor:
+        loss = task.loss(model, parts)
+        loss.backward()
+        optimizer.step()
+        after_update(model)
+        optimizer.zero_grad()
+        return loss.detach()
+
+    is_captured = case.captured and way not in ("torchao", "fully_shard")
+    taken = shardwise.capture(step, model, optimizer, tell=said.append) if is_captured else step
+    return lambda: taken(*batch)
+
+
+def shard_by_torch(model: nn.Module, *, in_fp8: bool) -> None:
+    """Cut the same units by fully_shard, compiled as torchtitan compiles them; with torchao's float8 on request."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    modules = unit_modules(model)
+    if in_fp8:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+        named = tuple(f"{name}." for name in modules if name != ROOT)
+        convert_to_float8_training(model, config=config, module_filter_fn=lambda module, path: path.startswith(named))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for name, module in modules.items():
+        if name != ROOT:
+            module.compile(backend="inductor")
+            fully_shard(module, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+
+
+def precomputed_scales(model: nn.Module) -> None:
+    """Compute the scales of all weights with one reduction, as torchao recommends under fully_shard."""
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    precompute_float8_dynamic_scale_for_fsdp(model)
+
+
+def predicted(case: Case, way: str, *, ranks: int) -> dict[str, float]:
+    """Return what the planner says, without the communication that it does not hide: here it takes no time."""
+    plan = replace(plan_of(case, way), micro_batch=case.batch)
+    spec = Source(case.model, seq=case.seq).spec_for(plan)
+    found = cost(spec, plan=plan, cluster=cluster_of(f"{ranks}xh200"), optimizer="adamw-fused")
+    assert found.time is not None
+    seconds = found.time.step_seconds - found.time.exposed_comm_seconds
+    return {"step_seconds": seconds, "allocated_bytes": found.memory.allocated_bytes}
+
+
+def gathered_share(case: Case) -> float:
+    """Return the bytes of an fp8 gather of a block as a share of a bf16 gather's."""
+    from shardwise.units import model_spec
+
+    spec = model_spec(load_task(case.model, seq=case.seq, device="meta").model)
+    unit = spec.units[-1]
+    narrow, wide = (gather_bytes(unit, plan=plan_of(case, way), sharded=True) for way in ("tensorwise", "bf16"))
+    return narrow / wide
+
+
+def measure(case: Case, *, ranks: int, blocks: int, device: str, collectives: Any) -> dict[str, Any]:
+    said: list[str] = []
+    makes = {way: partial(step_of, case, way, device=device, collectives=collectives, said=said) for way in case.ways}
+    ratios = [("bf16", way) for way in case.ways if way != "bf16"]
+    ratios += [(theirs, "tensorwise") for theirs in ("torchao", "fully_shard") if theirs in case.ways]
+    found = measuring.compared(makes, warm_up=WARM_UP, blocks=blocks, ratios=ratios)
+    ours = [way for way in case.ways if way not in ("torchao", "fully_shard")]
+    expected = {way: predicted(case, way, ranks=ranks) for way in ours} if device == "cuda" else {}
+    return {**found, "predicted": expected, "gathered_share": gathered_share(case), "messages": said}
+
+
+# Single products
+
+
+def products(*, blocks: int) -> list[dict[str, Any]]:
+    """Time forward and backward of one layer, compiled, by shape."""
+    rows = []
+    for inputs, outputs in PRODUCTS:
+        for num_rows in ROWS:
+            steps = {}
+            for way, kind in {"bf16": nn.Linear, "tensorwise": TensorwiseLinear, "rowwise": RowwiseLinear}.items():
+                torch._dynamo.reset()
+                steps[way] = _layer_step(kind, inputs=inputs, outputs=outputs, num_rows=num_rows)
+            seconds = measuring.in_turn(steps, blocks=blocks, block_seconds=0.02)
+            row = {"inputs": inputs, "outputs": outputs, "rows": num_rows}
+            row["seconds"] = {way: statistics.median(times) for way, times in seconds.items()}
+            print(row, flush=True)
+            rows.append(row)
+    return rows
+
+
+def _layer_step(kind: type[nn.Linear], *, inputs: int, outputs: int, num_rows: int) -> Callable[[], None]:
+    layer = nn.Linear(inputs, outputs, bias=False, device="cuda", dtype=torch.bfloat16)
+    layer.__class__ = kind
+    x = torch.randn(num_rows, inputs, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn(num_rows, outputs, device="cuda", dtype=torch.bfloat16)
+
+    # With something elementwise around it, into which casts can be fused, as in a model.
+    @torch.compile
+    def compute(x: Tensor) -> Tensor:
+        return functional.silu(layer(functional.rms_norm(x, (inputs,))))
+
+    def step() -> None:
+        x.grad = layer.weight.grad = None
+        compute(x).backward(grad)
+
+    for _ in range(3):
+        step()
+    graph = torch.cuda.CUDAGraph()
+    x.grad = layer.weight.grad = None
+    with torch.cuda.graph(graph):
+        compute(x).backward(grad)
+    return graph.replay
+
+
+def main() -> None:
+    out = measuring.RESULTS / "fp8_h200.json"
+    cases = [name for name in CASES if name != "tiny"]
+    asked = measuring.options(
+        __doc__, ranks=8, cases=cases, blocks=5, out=out, products=False, device="cuda", limit=300, here=""
+    )
+    if asked.products:
+        rows = products(blocks=asked.blocks)
+        measuring.write(measuring.RESULTS / "fp8_products_h200.json", {**measuring.circumstances(), "rows": rows})
+        return
+    if asked.here:
+        with measuring.job(asked.device, num_ranks=asked.ranks) as collectives:
+            case = CASES[asked.here]
+            found = measure(case, ranks=asked.ranks, blocks=asked.blocks, device=asked.device, collectives=collectives)
+            workers.tell({"case": asked.here, **found})
+        return
+    options = ("--ranks", str(asked.ranks), "--blocks", str(asked.blocks), "--device", asked.device)
+    for name, rows in workers.in_processes(__file__, asked.cases, *options, limit_seconds=asked.limit):
+        measuring.show_compared(name, rows[0])
+        print(f"gathered {rows[0]['gathered_share']:.3f} of bf16's bytes, predicted {rows[0]['predicted']}", flush=True)
+        measuring.replace_rows(asked.out, rows, key=lambda row: row["case"], ranks=asked.ranks)
+
+
+if __name__ == "__main__":
+    main()

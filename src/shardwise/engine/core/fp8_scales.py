@@ -1,0 +1,89 @@
+"""The scales of weights that are gathered in fp8, on which all ranks agree at the start of each forward.
+
+A rank sees only its slices of a weight, so that each takes the maxima of its own, and one small gather brings those of
+all weights together. Rounding is monotonic: the maximum of the bf16 values is the rounded maximum of the masters, so
+that the scale is the one that a layer would compute from the whole bf16 weight.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.collectives import own_slice
+from shardwise.comm.issued import CollectiveName
+from shardwise.engine.core.core_setting import CoreSetting
+from shardwise.engine.core.flat import FlatParams
+from shardwise.engine.fp8.casts import E4M3, scale_of
+from shardwise.program import Kind
+from shardwise.spec import ROOT
+
+_NAME = CollectiveName(f"{Kind.GATHER_SCALES.value} {ROOT}")
+
+
+class Fp8Scales:
+    """The scales of all weights of a model that are gathered in fp8.
+
+    stale      values were written since the scales were last refreshed
+    inverses   name of a weight → the inverse of its scale, always in the same memory
+    """
+
+    def __init__(self, flats: Sequence[FlatParams], *, setting: CoreSetting) -> None:
+        self._group, self._collectives, self._tape = setting.groups.gather, setting.collectives, setting.tape
+        self.stale = True
+        self.inverses: dict[str, Tensor] = {}
+        weights = [(flat, index) for flat in flats if flat.fp8 for index in flat.fp8.weights]
+        self._num_weights = len(weights)
+        if not weights:
+            return
+        numbers = {(id(flat), index): number for number, (flat, index) in enumerate(weights)}
+        self._maxima = torch.zeros(self._group.size * len(weights), device=setting.device)
+        # NaN until they are known: a forward that came before would not go unnoticed.
+        self._scales, self._inverses = (torch.full((len(weights),), torch.nan, device=setting.device) for _ in "ab")
+        self._parts: list[Tensor] = []
+        owners: list[int] = []
+        for flat, index in weights:
+            assert flat.fp8 is not None
+            number = numbers[id(flat), index]
+            flat.fp8.scales[index] = self._scales[number]
+            # As `data`: autograd saves it, and writing the same value again is no change.
+            self.inverses[flat.names[index]] = self._inverses[number].data
+        for flat in flats:
+            for index, part in flat.fp8.owned if flat.fp8 else ():
+                self._parts.append(part)
+                owners.append(numbers[id(flat), index])
+        for event in (setting.events.update_ended, setting.events.values_written):
+            event.append(self._spoil)
+        self._owners = torch.tensor(owners, dtype=torch.int64, device=setting.device)
+
+    def _spoil(self) -> None:
+        self.stale = True
+
+    def refresh(self) -> None:
+        """Take the maxima of the masters on all ranks. Collective."""
+        self._take_maxima()
+        self._group.log.name = _NAME
+        self._collectives.all_gather(self._maxima, group=self._group).wait()
+        self._rescale()
+
+    def refresh_locally(self) -> None:
+        """Take the maxima in a group of one rank."""
+        self._take_maxima()
+        self._rescale()
+
+    @torch.no_grad()
+    def _take_maxima(self) -> None:
+        own = own_slice(self._maxima, group=self._group)
+        own.zero_()
+        if self._parts:
+            maxima = torch.stack(torch._foreach_norm(self._parts, torch.inf))
+            own.index_copy_(0, self._owners, maxima.to(own.device, own.dtype, non_blocking=True))
+
+    @torch.no_grad()
+    def _rescale(self) -> None:
+        largest = self._maxima.view(self._group.size, self._num_weights).amax(dim=0)
+        scales, inverses = scale_of(largest.to(torch.bfloat16).to(torch.float32), dtype=E4M3)
+        self._scales.copy_(scales)
+        self._inverses.copy_(inverses)
+        self.stale = False
+        self._tape.record(Kind.GATHER_SCALES, ROOT, lambda: self._scales.nbytes)
