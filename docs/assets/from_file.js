@@ -1,8 +1,7 @@
-// A browser does not let a page that was opened from a file read the search index.
+// A browser does not let a page that was opened from a file read the search index, so the theme hides its search there.
 if (location.protocol === "file:") {
-  const input = document.querySelector(".md-search__input");
-  if (input) {
-    input.placeholder = "Search needs a server: make docs-serve";
-    input.disabled = true;
-  }
+  const note = document.createElement("p");
+  note.className = "from-file";
+  note.textContent = "Search needs a server: make docs-serve";
+  document.querySelector(".md-content__inner")?.prepend(note);
 }

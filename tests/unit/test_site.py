@@ -139,9 +139,12 @@ def first_result(address: str) -> str:
 
 @needs_chromium
 def test_a_page_that_was_opened_from_a_file_says_how_to_serve_the_site(built: Path) -> None:
-    with page(built / "faq.html", width=1280) as opened:
-        said = opened.evaluate("document.querySelector('.md-search__input').placeholder")
-    assert said == "Search needs a server: make docs-serve"
+    for width in (1280, 390):
+        with page(built / "faq.html", width=width) as opened:
+            note = opened.evaluate("document.querySelector('.from-file').innerText")
+            height = opened.evaluate("document.querySelector('.from-file').getBoundingClientRect().height")
+        assert note == "Search needs a server: make docs-serve"
+        assert height > 0, "it is seen"
 
 
 @contextmanager
