@@ -22,7 +22,7 @@ from shardwise.planner.search.recommend import PAIR_BAND
 from shardwise.planner.time.band import HOST, HOST_BOUND, HOST_MEASURED, NODES, PARTS, kernels_fact
 from shardwise.planner.time.collective import PROTOCOLS, TREE_BANDWIDTH, can_link, link_speed
 from shardwise.planner.time.compute import RECOMPUTE_ISSUES, can_time
-from shardwise.planner.time.straggler import MANY, PAUSE_SECONDS, PAUSED_SHARE, expected_maximum
+from shardwise.planner.time.straggler import MANY, PAUSE_SECONDS, PAUSED_SHARE, SPREAD, expected_maximum
 from shardwise.report.planner_page.model_laws import DEVICE_COUNTS, PER_NODE
 
 _RELATIVE = ("matmul", "attention", "rms_norm", "rms_norm_backward")
@@ -140,6 +140,7 @@ def _constants() -> dict[str, Any]:
         "recompute_issues": RECOMPUTE_ISSUES,
         "protocols": [[one.base_seconds, one.hop, one.bandwidth] for one in PROTOCOLS],
         "tree_bandwidth": TREE_BANDWIDTH,
+        "spread": SPREAD,
         "paused_share": PAUSED_SHARE,
         "pause_seconds": PAUSE_SECONDS,
         "many_pauses": MANY,
