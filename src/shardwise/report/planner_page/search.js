@@ -170,6 +170,12 @@ class Planner {
     return Math.hypot(kernels, nodes > 1 ? this.hardware.nodes_band : 0, hostShare > this.hardware.host_bound ? host : 0);
   }
 
+  // Days and dollars of a training at the speed of a plan (planner/search/training_cost.py).
+  trainingCost(one, { seq, count }, { tokens, price }) {
+    const days = tokens / (one.time.samplesPerSecond * seq * 86400), gpuHours = days * 24 * count;
+    return { days, gpuHours, cost: price === null ? null : gpuHours * price };
+  }
+
   // The micro-batch that was asked for, or the largest that fits.
   batchOf(strategy, mesh, settings, { quick }) {
     if (settings.batch !== null) return settings.batch;
