@@ -98,7 +98,7 @@ class Hub(BaseHTTPRequestHandler):
         if with_text:
             self.wfile.write(self.text)
 
-    def log_message(self, format: str, *args: object) -> None:
+    def log_message(self, *_: object) -> None:
         pass
 
 
