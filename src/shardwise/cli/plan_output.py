@@ -99,8 +99,8 @@ def _remarks(shown: PlanAnswer) -> Iterator[str]:
     yield f"{GIB.name} is the peak on the device; of {best_or_first.name} {tensors} are allocated, {reserved} reserved."
     if first.cluster.device.name == "cpu":
         yield (
-            "The workspaces of the CPU's matrix products are not included: where they were measured, peaks of users' own "
-            "models were 9 to 13% higher."
+            "The workspaces of the CPU's matrix products are not included: where they were measured, peaks of users' "
+            "own models were 9 to 13% higher."
         )
     fits = f"fits means peak + {first.memory_band:.0%} ≤ capacity; " if first.capacity_bytes else ""
     unknown = why_not_timed(
