@@ -98,7 +98,7 @@ _SYSTEMS = (
         title="InternEvo",
         is_foreign=True,
         source="InternEvo's configs, hybrid_zero_optimizer: overlap_sync_grad = True, overlap_sync_param = False, "
-        "reduce_bucket_size = 512 MiB; ZeRO-1 over all ranks of zero1.size = -1, gradients in the dtype of the "
+        "reduce_bucket_size = 512 · 2²⁰; ZeRO-1 over all ranks of zero1.size = -1, gradients in the dtype of the "
         "computation, kept whole between passes",
         strategies=("zero1",),
         reduces_as_computed=True,
