@@ -15,8 +15,8 @@ playbook     the Ultra-Scale Playbook: 2 + 2 + 12 bytes per parameter in mixed p
 Primus       AMD Primus, `projection memory`: 4 + 10 / N bytes per parameter, and what a layer keeps by its module
              profilers, in bf16. Its launcher does not run here, so this is by its formulas; what it projects of time
              needs a benchmark on its GPUs, or their simulator, and is left out.
-torchtitan   its estimation is torch's FSDPMemTracker on fake tensors, for fully_shard alone. In the jobs of
-             tests/dist/test_planner_memory.py it counts the same bytes as we do; it has no column here.
+torchtitan   its estimation is torch's FSDPMemTracker on fake tensors, for fully_shard alone (torchtitan_estimate.py):
+             of language models under torch's engine with sharded parameters.
 """
 
 import argparse
@@ -31,6 +31,7 @@ from accelerate.commands.estimate import estimate_training_usage
 from memory_predictions import predict_row
 from published import read
 from published_rows import Row as Published
+from torchtitan_estimate import torchtitans
 from validate_time import cluster_for, spec_of
 
 from shardwise.models.catalogue import shape_of
@@ -98,6 +99,8 @@ ESTIMATORS: dict[str, Callable[[Row], float | None]] = {
     "playbook": playbooks,
     "Primus": primus,
 }
+# The table of chosen rows has our engine alone, of which torchtitan knows nothing.
+SUMMARISED = {**ESTIMATORS, "torchtitan": torchtitans}
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +179,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--published", type=Path, help="the folder of published tables")
     arguments = parser.parse_args()
-    print("\n".join(summary(list(errors(measured_rows(), ESTIMATORS)))))
+    print("\n".join(summary(list(errors(measured_rows(), SUMMARISED)))))
     if arguments.published:
         print("\n".join(["", "Published peaks:", "", *summary(list(published_errors(arguments.published)))]))
     print("\n".join(["", *table(chosen_rows())]))

@@ -163,7 +163,7 @@ def probed(_: Path) -> str:
 
 
 def compared(folder: Path) -> str:
-    measured = estimators.errors(estimators.measured_rows(), estimators.ESTIMATORS)
+    measured = estimators.errors(estimators.measured_rows(), estimators.SUMMARISED)
     published = estimators.published_errors(folder)
     lines = [
         *("Measured on one H200, both engines:", "", *estimators.summary(list(measured))),

@@ -1,8 +1,8 @@
 """Published scaling curves: throughput per device at each point, as a share of that at the first.
 
     python benchmarks/scaling_curves.py             the curves, and the worst point of each
-    python benchmarks/scaling_curves.py --fit       fits the constants of planner/time/straggler.py to all of them, and
-                                                    to all but the model of each, which then is predicted
+    python benchmarks/scaling_curves.py --fit       fits the pauses of planner/time/straggler.py to all of them, and to
+                                                    those of other models than each, which then is predicted
 
 Published here as shares; what is not given (micro-batches, links) is assumed below.
 """
@@ -168,7 +168,7 @@ def with_constants(share: float, seconds: float) -> "patch.multiple":  # type: i
 def fitted() -> Iterator[str]:
     yield f"all curves: share {fit(CURVES)[0]:.5f}, pauses of {fit(CURVES)[1]} s"
     for curve in CURVES:
-        share, seconds = fit([other for other in CURVES if other.name[:4] != curve.name[:4]])
+        share, seconds = fit([other for other in CURVES if other.model != curve.model])
         with with_constants(share, seconds):
             worst = max(curve.errors(), key=abs)
         yield f"without {curve.name}: share {share:.5f}, pauses of {seconds} s, its worst point {100 * worst:+.1f}"

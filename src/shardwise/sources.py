@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardwise.errors import InvalidModel
+from shardwise.files.hub_cache import config_folder
 from shardwise.models.catalogue import shape_of
 from shardwise.models.shapes import GPTShape, LlamaShape, TokenShape
 from shardwise.models.transformers_shapes import TRANSFORMERS_SHAPES
@@ -23,6 +24,7 @@ from shardwise.planner.memory.peak import computes_in
 from shardwise.planner.ways import traced_ways
 from shardwise.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
 from shardwise.spec.adaptation import Adaptation
+from shardwise.spec.architecture import Architecture, architecture_of
 from shardwise.spec.kept import keep_spec, kept_spec, spec_key
 from shardwise.spec.losses import LEAN, USUAL, with_usual_loss
 from shardwise.spec.shipped import ready_spec
@@ -74,6 +76,8 @@ class Source:
         self._is_given = self._task is not None
         # Whether the package's own spec holds for this sequence length and image size.
         self._is_shipped = False
+        # The laws by which an hf: model needs no trace, if there are any.
+        self._architecture: Architecture | None = None
         # Traces that this spec does not have: compiled units, which then count as uncompiled.
         self._left_out: set[Way] = set()
         self._spec = self._first_spec()
@@ -138,12 +142,20 @@ class Source:
             if spec is not None:
                 self._is_shipped = True
                 return replace(spec, seq=self._seq or spec.seq)
+        if self.reference.startswith("hf:") and self._is_plain() and self._image is None:
+            self._architecture = architecture_of(config_folder(self.reference.removeprefix("hf:")), seq=self._seq)
+        if self._architecture is not None:
+            return self._architecture.spec(name=self.reference, ways=())
         return self._live([])
+
+    def _is_plain(self) -> bool:
+        """Return whether the model is asked for by name, without adapters or tiles, and for a GPU."""
+        is_changed = self._adaptation is not None or bool(self._tile)
+        return not self._is_given and not is_changed and self._kernels == "cuda"
 
     def _is_ready(self) -> bool:
         """Return whether the shipped spec holds for this sequence length, image size and kind of device."""
-        is_traced = self._is_given or self._adaptation is not None or bool(self._tile) or self._kernels != "cuda"
-        if is_traced or self.reference.startswith(("python:", *FOREIGN)):
+        if not self._is_plain() or self.reference.startswith(("python:", *FOREIGN)):
             return False
         shape = shape_of(self.reference)
         if isinstance(shape, TokenShape):
@@ -160,7 +172,11 @@ class Source:
             if spec is not None and all(how in COMPILED.values() for _, how in left_out):
                 self._left_out |= left_out
                 return replace(self._spec, batch_bytes=spec.batch_bytes, traces=(*self._spec.traces, *spec.traces))
-        return self._live(ways)
+        if self._architecture is not None:
+            spec = self._architecture.spec(name=self.reference, ways=ways)
+            self._spec = replace(self._spec, batch_bytes=spec.batch_bytes, traces=(*self._spec.traces, *spec.traces))
+            ways = set(ways) - {(trace.computes_in, trace.recompute) for trace in spec.traces}
+        return self._live(ways) if ways else self._spec
 
     def _live(self, ways: Collection[Way]) -> ModelSpec:
         """Return the spec from a new trace, or from the cache."""

@@ -97,6 +97,20 @@ def test_adapters_are_trained_on_a_frozen_base_and_saved_for_peft(folder: Path) 
 
 
 @needs_peft
+def test_a_resumed_training_of_adapters_is_the_whole_one(folder: Path) -> None:
+    from safetensors.torch import load_file
+
+    adapters = {"lora": 4, "lora_targets": ["q_proj", "v_proj"]}
+    run_ranks(train_here, num_ranks=2, args=(config_of(folder, steps=4, run="whole", **adapters),))
+    run_ranks(train_here, num_ranks=2, args=(config_of(folder, steps=2, run="parts", **adapters),))
+    run_ranks(train_here, num_ranks=2, args=(config_of(folder, steps=4, run="parts", **adapters),))
+    assert losses(folder / "whole") == losses(folder / "parts")
+    whole, parts = (load_file(folder / run / "model" / "adapter_model.safetensors") for run in ("whole", "parts"))
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(value, parts[name]) for name, value in whole.items())
+
+
+@needs_peft
 def test_targets_that_no_module_has_are_refused(folder: Path) -> None:
     from shardwise.errors import InvalidModel
     from shardwise.pretrained.fine_tune import Adapters, checkpoint_task

@@ -92,6 +92,7 @@ WITHOUT_TORCH = [
     "shardwise.report.text.ring_rounds",
     "shardwise.sources",
     "shardwise.spec",
+    "shardwise.spec.architecture",
     "shardwise.spec.shipped",
     "shardwise.train.config",
     "shardwise.launch.failure",

@@ -94,6 +94,18 @@ _SYSTEMS = (
         overlap="none",
     ),
     System(
+        name="internevo",
+        title="InternEvo",
+        is_foreign=True,
+        source="InternEvo's configs, hybrid_zero_optimizer: overlap_sync_grad = True, overlap_sync_param = False, "
+        "reduce_bucket_size = 512 · 2²⁰; ZeRO-1 over all ranks of zero1.size = -1, gradients in the dtype of the "
+        "computation, kept whole between passes",
+        strategies=("zero1",),
+        reduces_as_computed=True,
+        overlap="gradients",
+        buffer_bytes={"zero1": 512 * 2**20},
+    ),
+    System(
         name="accelerate",
         title="Accelerate's FSDP plugin",
         source="accelerate: reduce_dtype = param_dtype with mixed_precision; accumulate() enters no_sync unless "

@@ -28,8 +28,9 @@ from shardwise.pretrained.pretrained import (
     stored_names,
     warn_of_differences,
 )
+from shardwise.spec.architecture import default_seq
 from shardwise.tasks import Task
-from shardwise.tasks.transformers_task import default_seq, task_of_model, with_data
+from shardwise.tasks.transformers_task import task_of_model, with_data
 
 _PREFIX = "base_model.model."
 _TOKENIZER = "tokenizer.json"
@@ -67,7 +68,7 @@ def checkpoint_task(
         in_files = {path: stored[_base_name(path)] for path in model.state_dict() if path not in shapes}
         weights = AdaptedFolder(folder, stored=in_files, shapes=shapes)
     model.train()
-    length = seq or default_seq(config)
+    length = seq or default_seq(getattr(config, "max_position_embeddings", None))
     own = folder / _TOKENIZER
     return replace(
         with_data(

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +13,8 @@ from shardwise.files.hub_cache import config_folder
 from shardwise.models.make import build_model
 from shardwise.models.shapes import TransformersShape
 from shardwise.models.transformers_model import config_of_folder, model_of_config
+from shardwise.spec.architecture import default_seq
 from shardwise.tasks.task import Sums, Task
-
-_DEFAULT_SEQ = 2048
 
 
 def transformers_task(
@@ -35,11 +33,7 @@ def folder_task(name: str, *, seq: int | None, image: int | None) -> Task:
     config = config_of_folder(folder)
     with torch.device("meta"):
         model = model_of_config(config)
-    return task_of_model(model, seq=seq or default_seq(config))
-
-
-def default_seq(config: Any) -> int:
-    return min(_DEFAULT_SEQ, getattr(config, "max_position_embeddings", None) or _DEFAULT_SEQ)
+    return task_of_model(model, seq=seq or default_seq(getattr(config, "max_position_embeddings", None)))
 
 
 def task_of_model(model: nn.Module, *, seq: int) -> Task:

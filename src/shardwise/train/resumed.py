@@ -9,7 +9,10 @@ def batch_line(before: int | None, *, now: int, num_ranks: int) -> str | None:
     if before is None or before == now:
         return None
     if before % num_ranks == 0:
-        keeps = f"plan.micro_batch × plan.accumulate = {before // num_ranks} keeps {before}"
+        keeps = (
+            f"plan.micro_batch × plan.accumulate = {before // num_ranks} keeps {before}, and so does "
+            f"auto.global_batch = {before} with plan.strategy = 'auto', on any number of ranks that divides it"
+        )
     else:
         fitting = [count for count in range(1, before + 1) if before % count == 0]
         below, above = max(c for c in fitting if c < num_ranks), min((c for c in fitting if c > num_ranks), default=0)

@@ -105,6 +105,7 @@ def test_where_a_device_has_no_speeds_time_is_unknown(capfd: pytest.CaptureFixtu
     assert run("gpt2-124m", "--cluster", "4xcpu", "--micro-batch", "1", "--precision", "fp32") == 0
     shown = capfd.readouterr().out
     assert "time is not predicted: calibrate this device" in shown
+    assert "workspaces of the CPU's matrix products are not included" in " ".join(shown.split())
     assert "?" not in shown
     assert "unknown" not in shown
 

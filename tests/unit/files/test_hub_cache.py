@@ -1,6 +1,12 @@
 """`hf:NAME` is a folder, a model in the hub's cache, or a line that says where it was looked for."""
 
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 from urllib.error import URLError
 
 import pytest
@@ -67,3 +73,52 @@ def test_without_a_network_nothing_is_fetched(monkeypatch: pytest.MonkeyPatch) -
 def test_what_cannot_be_a_name_on_the_hub_is_only_a_folder(name: str) -> None:
     with pytest.raises(InvalidModel, match=f"there is no {name}/config.json"):
         config_folder(name)
+
+
+class Hub(BaseHTTPRequestHandler):
+    """A hub with one model: its config.json is the only file that exists."""
+
+    asked: ClassVar[list[str]] = []
+    text = b'{"model_type": "qwen3"}'
+
+    def do_HEAD(self) -> None:
+        self._answer(with_text=False)
+
+    def do_GET(self) -> None:
+        self._answer(with_text=True)
+
+    def _answer(self, *, with_text: bool) -> None:
+        path = self.path.partition("?")[0]
+        self.asked.append(path)
+        is_config = path == f"/{NAME}/resolve/main/config.json"
+        self.send_response(200 if is_config or path == "/" else 404)
+        for name, value in (("ETag", '"e1"'), ("X-Repo-Commit", "c" * 40), ("Content-Length", str(len(self.text)))):
+            self.send_header(name, value)
+        self.end_headers()
+        if with_text:
+            self.wfile.write(self.text)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_with_a_network_the_config_alone_is_fetched(cache: Path) -> None:
+    """In a process of its own, since the library reads its variables when it is imported."""
+    pytest.importorskip("huggingface_hub")
+    Hub.asked.clear()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
+        serving = threading.Thread(target=hub.serve_forever, daemon=True)
+        serving.start()
+        environment = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "NO_PROXY": "127.0.0.1"}
+        code = f"from shardwise.files.hub_cache import config_folder; print(config_folder({NAME!r}))"
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False, env=environment
+        )
+        hub.shutdown()
+        serving.join()
+    assert done.returncode == 0, done.stderr[-2000:]
+    folder = Path(done.stdout.strip().splitlines()[-1])
+    assert folder == cache / "snapshots" / ("c" * 40)
+    assert (folder / "config.json").read_bytes() == Hub.text
+    assert {path for path in Hub.asked if NAME in path} == {f"/{NAME}/resolve/main/config.json"}
+    assert config_folder(NAME) == str(folder), "then it is in the cache"

@@ -22,7 +22,13 @@ def config_of(**train: Any) -> TrainConfig:
 @pytest.mark.parametrize(
     ("before", "now", "num_ranks", "keeps"),
     [
-        (32, 64, 4, "plan.micro_batch × plan.accumulate = 8 keeps 32"),
+        (
+            32,
+            64,
+            4,
+            "plan.micro_batch × plan.accumulate = 8 keeps 32, and so does auto.global_batch = 32 with "
+            "plan.strategy = 'auto', on any number of ranks that divides it",
+        ),
         (32, 48, 3, "32 cannot be divided by 3 ranks: --ranks 2 or 4 keeps it"),
         (4, 10, 5, "4 cannot be divided by 5 ranks: --ranks 4 keeps it"),
     ],

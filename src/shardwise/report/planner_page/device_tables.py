@@ -9,6 +9,7 @@ from shardwise.hardware.calibration import Calibration
 from shardwise.hardware.cluster import make_cluster
 from shardwise.hardware.device import devices
 from shardwise.hardware.kernel_model import Kernel, KernelModel, relative_reach
+from shardwise.hardware.prices import prices
 from shardwise.planner.engine_model import ENGINE_MODELS
 from shardwise.planner.memory.constants import (
     DEFAULT_COMMUNICATOR_BYTES,
@@ -22,7 +23,7 @@ from shardwise.planner.search.recommend import PAIR_BAND
 from shardwise.planner.time.band import HOST, HOST_BOUND, HOST_MEASURED, NODES, PARTS, kernels_fact
 from shardwise.planner.time.collective import PROTOCOLS, TREE_BANDWIDTH, can_link, link_speed
 from shardwise.planner.time.compute import RECOMPUTE_ISSUES, can_time
-from shardwise.planner.time.straggler import MANY, PAUSE_SECONDS, PAUSED_SHARE, expected_maximum
+from shardwise.planner.time.straggler import MANY, PAUSE_SECONDS, PAUSED_SHARE, SPREAD, expected_maximum
 from shardwise.report.planner_page.model_laws import DEVICE_COUNTS, PER_NODE
 
 _RELATIVE = ("matmul", "attention", "rms_norm", "rms_norm_backward")
@@ -42,6 +43,7 @@ def _node(device: Device) -> Cluster:
 def hardware_data(offered: Iterable[Device]) -> dict[str, Any]:
     """Return the tables of the devices, and the constants of the planner.
 
+    price          of a device: dollars per GPU-hour, where it is from, and its day; null if none is listed
     calibrations   measurements of kernels (`_calibration`); a device refers to its own or to a borrowed one
     issues         seconds of the CPU to issue operations; a device refers to one of these, too
     """
@@ -60,6 +62,10 @@ def hardware_data(offered: Iterable[Device]) -> dict[str, Any]:
             issues.append(table)
         found[name] = _device(model) | {"calibration": number, "issues": issues.index(table)}
     order = [device.name for device in offered]
+    listed = prices()
+    for name in order:
+        price = listed.get(name)
+        found[name]["price"] = None if price is None else [price.per_gpu_hour, price.source, price.date]
     return {
         "devices": {name: found[name] for name in [*order, *(name for name in found if name not in order)]},
         "offered": order,
@@ -140,6 +146,7 @@ def _constants() -> dict[str, Any]:
         "recompute_issues": RECOMPUTE_ISSUES,
         "protocols": [[one.base_seconds, one.hop, one.bandwidth] for one in PROTOCOLS],
         "tree_bandwidth": TREE_BANDWIDTH,
+        "spread": SPREAD,
         "paused_share": PAUSED_SHARE,
         "pause_seconds": PAUSE_SECONDS,
         "many_pauses": MANY,

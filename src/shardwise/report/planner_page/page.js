@@ -32,6 +32,20 @@ const plannerPage = (() => {
       budget: state.budget === null ? null : state.budget * GIB };
   }
 
+  // "2B" → 2e9, as the command line reads it; null if it is no number.
+  const SUFFIXES = { "": 1, k: 1e3, m: 1e6, b: 1e9, t: 1e12 };
+  function count(text) {
+    const found = /^([0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?)([kmbt]?)$/i.exec((text ?? "").trim().replaceAll(",", ""));
+    const value = found ? Number(found[1]) * SUFFIXES[found[2].toLowerCase()] : 0;
+    return value > 0 && value < 1e18 ? value : null;
+  }
+  const listedPrice = () => hardware.devices[state.device].price?.[0] ?? null;
+  // What is to be trained; null without a number of tokens, or if samples are not counted in tokens.
+  function training() {
+    const tokens = state.seq === null ? null : count(state.tokens);
+    return tokens && { tokens, price: state.price ?? listedPrice() };
+  }
+
   // The settings that were asked for, limited to what the page offers.
   function checked(asked) {
     const names = [...packed.keys(), ...(server ? server.models : [])];
@@ -43,14 +57,16 @@ const plannerPage = (() => {
     const budget = Math.round(Number(asked.budget));
     state.budget = budget >= 1 && budget < capacityGib() ? budget : null;
     state.plan = asked.plan || null;
+    state.tokens = count(asked.tokens) ? asked.tokens : "";
+    state.price = Number(asked.price) > 0 && Number(asked.price) < 1e6 ? Number(asked.price) : null;
     const seq = Math.round(Number(asked.seq));
     state.seq = !model ? asked.seq : model.seq === null ? null : seq >= 1 && seq <= longest(model) ? seq : model.seq;
   }
 
   const fromHash = () => Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
   function toHash() {
-    const { model, device, gpus, batch, seq, recompute, budget, plan } = state;
-    const given = { model, device, gpus, batch: batch ?? "auto", recompute, ...(seq && { seq }), ...(budget && { budget }), ...(plan && { plan }) };
+    const { model, device, gpus, batch, seq, recompute, budget, plan, tokens, price } = state;
+    const given = { model, device, gpus, batch: batch ?? "auto", recompute, ...(seq && { seq }), ...(budget && { budget }), ...(plan && { plan }), ...(tokens && { tokens }), ...(price && { price }) };
     history.replaceState(null, "", `#${new URLSearchParams(given)}`);
   }
 
@@ -82,6 +98,12 @@ const plannerPage = (() => {
     at("budget").setAttribute("aria-valuetext", text);
     at("budget-value").textContent = text;
     for (const input of at("recompute").querySelectorAll("input")) input.checked = input.value === state.recompute;
+    for (const id of ["tokens", "price"]) at(`${id}-control`).hidden = state.seq === null;
+    if (document.activeElement !== at("tokens")) at("tokens").value = state.tokens;
+    if (document.activeElement !== at("price")) at("price").value = state.price ?? "";
+    const listed = hardware.devices[state.device].price;
+    at("price").placeholder = listed ? `${listed[0]}` : "";
+    at("price-note").textContent = listed ? `Listed: $${listed[0]}, ${listed[1]}, ${listed[2]}.` : "No price is listed for this GPU.";
   }
 
   function listen() {
@@ -92,6 +114,8 @@ const plannerPage = (() => {
     at("batch").addEventListener("input", change((target) => { state.batch = BATCHES[target.value]; }));
     at("seq").addEventListener("input", change((target) => { state.seq = seqStops(shown.planner.model)[target.value]; }));
     at("budget").addEventListener("input", change((target) => { state.budget = Number(target.value) >= capacityGib() ? null : Number(target.value); }));
+    at("tokens").addEventListener("input", change((target) => { state.tokens = target.value; }));
+    at("price").addEventListener("input", change((target) => { state.price = Number(target.value) || null; }));
     at("recompute").addEventListener("change", change((target) => { state.recompute = target.value; }));
     document.querySelector(".controls").addEventListener("submit", (event) => event.preventDefault());
     window.addEventListener("hashchange", () => { checked(fromHash()); update(); });
@@ -189,7 +213,7 @@ const plannerPage = (() => {
 
   const plan = () => shown.planner.toml(shown.chosen, shown.asked, data.plan);
 
-  const view = pageView({ hardware, choose, get state() { return state; }, get shown() { return shown; } });
+  const view = pageView({ hardware, choose, get training() { return training(); }, get state() { return state; }, get shown() { return shown; } });
   const draw = () => { showControls(shown.planner.model); view.draw(); };
 
   function choose(row) {

@@ -131,7 +131,7 @@ class Planner {
       kernelModel.pieceSeconds(this.model, computed, { kernels: this.kernels(device), ops }));
     const found = stepTime.steady(schedule, pieces, { slowdown: this.hardware.slowdown, records });
     const inGroup = strategy === "fsdp" || strategy === "shard_grad_op" ? schedule.shardNodes : 1;
-    const seconds = found.seconds + this.stragglerSeconds(found.seconds, inGroup, Math.floor(cluster.nodes / inGroup));
+    const seconds = found.seconds + this.stragglerSeconds(found.seconds, inGroup, cluster.nodes);
     const flops = this.once(`flops ${way} ${length} ${seq}`, () => kernelModel.forwardFlops(this.model, computed, seq));
     const peak = this.hardware.devices[device].mfu_peak;
     return {
@@ -144,10 +144,11 @@ class Planner {
     };
   }
 
-  // The wait for the slowest of the groups of nodes (planner/time/straggler.py).
-  stragglerSeconds(seconds, inGroup, count) {
-    const { paused_share: share, pause_seconds: length } = this.hardware;
-    return length * this.mostPauses(count, (inGroup * share * seconds) / length) - share * seconds;
+  // The wait for the slowest node and for pauses (planner/time/straggler.py).
+  stragglerSeconds(seconds, inGroup, nodes) {
+    const { spread, paused_share: share, pause_seconds: length } = this.hardware;
+    const pauses = this.mostPauses(Math.floor(nodes / inGroup), (inGroup * share * seconds) / length);
+    return spread * seconds * (nodes / (nodes + 1) - 0.5) + length * pauses - share * seconds;
   }
 
   mostPauses(count, mean) {
@@ -167,6 +168,12 @@ class Planner {
   timeBand(hostShare, { device }, { nodes }) {
     const { kernels_band: kernels, host_band: host } = this.hardware.devices[device];
     return Math.hypot(kernels, nodes > 1 ? this.hardware.nodes_band : 0, hostShare > this.hardware.host_bound ? host : 0);
+  }
+
+  // Days and dollars of a training at the speed of a plan (planner/search/training_cost.py).
+  trainingCost(one, { seq, count }, { tokens, price }) {
+    const days = tokens / (one.time.samplesPerSecond * seq * 86400), gpuHours = days * 24 * count;
+    return { days, gpuHours, cost: price === null ? null : gpuHours * price };
   }
 
   // The micro-batch that was asked for, or the largest that fits.

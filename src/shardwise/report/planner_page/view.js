@@ -1,4 +1,4 @@
-// What the page shows: verdict, numbers, charts and tables. `page`: {hardware, state, shown, choose(row)}.
+// What the page shows: verdict, numbers, charts and tables. `page`: {hardware, state, training, shown, choose(row)}.
 "use strict";
 
 const pageView = (page) => {
@@ -99,7 +99,17 @@ const pageView = (page) => {
       tile("Peak per GPU", gib(chosen.device), `of ${gib(capacity)}`),
       tile("Global batch", whole.format(chosen.batch * page.state.gpus), page.state.seq === null ? "samples" : `× ${whole.format(page.state.seq)} tokens`),
       tile("Model FLOPs utilisation", time.mfu === null ? "–" : share(time.mfu), ""),
+      ...trainingTiles(tile),
     );
+  }
+
+  // Days and cost, without failures and evaluations.
+  function trainingTiles(tile) {
+    const { training } = page;
+    if (!training || page.shown.chosen.fits === "no") return [];
+    const { days, gpuHours, cost } = page.shown.planner.trainingCost(page.shown.chosen, page.shown.asked, training);
+    const length = days >= 1 ? [significant(days), "days"] : days * 24 >= 1 ? [significant(days * 24), "hours"] : [significant(days * 1440), "minutes"];
+    return [tile("Training time", length[0], length[1]), ...(cost === null ? [] : [tile("Cost", `$${whole.format(Math.max(1, Math.round(cost)))}`, `${significant(gpuHours)} GPU-hours`)])];
   }
 
   // The step that is drawn; it is mostly the same for exact numbers as for the rough ones before.
@@ -132,7 +142,8 @@ const pageView = (page) => {
     const cluster = nodes > 1 ? `${nodes}x${perNode}x${page.state.device}` : `${page.state.gpus}x${page.state.device}`;
     const { model } = page.shown.planner;
     const parts = ["shardwise plan", model.name, `--cluster ${cluster}`, page.state.recompute !== "none" && `--recompute ${page.state.recompute}`, page.state.batch !== null && `--micro-batch ${page.state.batch}`,
-      page.state.seq !== null && page.state.seq !== model.seq && `--seq ${page.state.seq}`, page.state.budget !== null && `--budget ${page.state.budget}GiB`, "--save plan.toml"];
+      page.state.seq !== null && page.state.seq !== model.seq && `--seq ${page.state.seq}`, page.state.budget !== null && `--budget ${page.state.budget}GiB`,
+      page.training && `--tokens ${page.state.tokens.trim().replaceAll(",", "")}`, page.training?.price && `--price ${page.training.price}`, "--save plan.toml"];
     return parts.filter(Boolean).join(" ");
   }
 

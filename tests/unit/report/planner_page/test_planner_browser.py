@@ -98,7 +98,8 @@ def test_every_control_has_a_label_and_is_reached_and_moved_by_the_keyboard_alon
             state = opened.evaluate("plannerPage.state")
     assert reached[:2] == ["download", "copy"]
     assert reached[2:10] == ["model", "config", "device", "gpus", "batch", "seq", "recompute", "budget"]
-    assert reached[10:] == ["ddp", "zero1", "zero2", "shard_grad_op", "fsdp"]
+    assert reached[10:12] == ["tokens", "price"]
+    assert reached[12:] == ["ddp", "zero1", "zero2", "shard_grad_op", "fsdp"]
     moved = {name: state[name] for name in ("gpus", "batch", "seq", "recompute", "budget")}
     assert moved == {"gpus": 16, "batch": 3, "seq": 768, "recompute": "selective", "budget": 41}
     press(opened, "Enter", code=13)
@@ -116,6 +117,23 @@ def test_link_holds_all_settings(opened: Page) -> None:
     go(opened, "model=nothing&device=x&gpus=-3&batch=many&recompute=y&seq=1e9&budget=0&plan=z")
     state = opened.evaluate("plannerPage.state")
     assert (state["model"], state["recompute"], state["batch"], state["budget"]) == (MODEL, "none", None, None)
+
+
+def test_tokens_and_a_price_give_days_and_a_cost(opened: Page) -> None:
+    asked = f"model={MODEL}&device=h100-80gb&gpus=8&batch=8&recompute=none&seq=1024"
+    go(opened, asked)
+    assert "Training time" not in text(opened, "#numbers")
+    go(opened, f"{asked}&tokens=10B&price=2.5")
+    assert opened.evaluate("location.hash.slice(1)") == f"{asked}&tokens=10B&price=2.5"
+    assert "--tokens 10B --price 2.5 --save" in text(opened, "#command")
+    own = text(opened, "#numbers")
+    assert "Training time" in own
+    assert "Cost$" in own
+    go(opened, f"{asked}&tokens=10B")
+    assert text(opened, "#numbers") != own, "without a price the listed one counts"
+    assert "runpod.io/pricing" in text(opened, "#price-note")
+    go(opened, f"{asked}&tokens=many&price=-1")
+    assert "Training time" not in text(opened, "#numbers")
 
 
 def test_download_is_the_file_that_plan_save_writes(opened: Page, tmp_path: Path) -> None:

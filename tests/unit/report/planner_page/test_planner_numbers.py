@@ -28,9 +28,11 @@ from report.planner_page.page_settings import (
 )
 from whole import whole
 
+from shardwise.hardware.prices import prices
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.search.candidates import capacity_bytes
+from shardwise.planner.search.training_cost import training_cost
 from shardwise.planner.search.way_out import ways_out
 from shardwise.planner.time.step_time import timeline
 from shardwise.report.planner_page.device_tables import hardware_data, offered_devices
@@ -80,6 +82,17 @@ async ({ cases, plannerOf }) => {
   for (const [settings, model] of cases) {
     const { change, best, isOffered } = (await plannerOf(model)).wayOut(settings);
     found.push([change.count, change.recompute, best.device, isOffered]);
+  }
+  return found;
+}
+"""
+TRAINING = """
+async ({ cases, plannerOf }) => {
+  const found = [];
+  for (const [settings, model, strategy, training] of cases) {
+    const planner = await plannerOf(model), mesh = { replicate: 1, shard: settings.count };
+    const one = planner.trainingCost(planner.cost(strategy, mesh, settings, { quick: true }), settings, training);
+    found.push([one.days, one.gpuHours, one.cost]);
   }
   return found;
 }
@@ -183,6 +196,16 @@ def test_page_finds_the_same_micro_batches_and_recommends_the_same_plan(
         assert (best_shown is None) == (best is None), settings
         if best is not None:
             check(best_shown, numbers(best), at=settings)
+
+
+def test_days_and_cost_of_the_page_are_the_planners(run: Run) -> None:
+    settings = Settings(model="llama-3.1-70b", device="h200", count=8, recompute="full", seq=2048, batch=1)
+    training = {"tokens": 2e9, "price": prices()["h200"].per_gpu_hour}
+    [[days, gpu_hours, dollars]] = run(TRAINING, [[settings.as_data(), settings.model, "fsdp", training]])
+    candidate = one_cost(settings, "fsdp", 0)
+    expected = training_cost(candidate, num_tokens=2e9, price_per_gpu_hour=training["price"])
+    assert expected is not None
+    assert (days, gpu_hours, dollars) == pytest.approx((expected.days, expected.gpu_hours, expected.cost))
 
 
 def test_timeline_of_the_page_is_as_long_as_the_planners(run: Run) -> None:

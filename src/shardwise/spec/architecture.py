@@ -1,0 +1,142 @@
+"""Specs of Hugging Face configs by laws of their architecture, without torch and without transformers.
+
+A model of one architecture has the same operations and allocations at any width, depth and vocabulary: only numbers
+differ, and each is a polynomial of the sizes in its config.json. `python -m shardwise.trace.ship_architectures` traces
+several widths of each architecture, fits the polynomials, and stores them in spec/architectures:
+
+    fixed    key of the config → values with which the laws hold
+    sizes    a letter → key of the config
+    spec     as spec/store.py writes it; a size is {"=": "2hf+4gd"}, the last block {last}, and laws are polynomials
+
+A config with any other key that could matter, or with another version of transformers installed, is traced instead.
+"""
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.store import decode
+
+FOLDER = Path(__file__).parent / "architectures"
+SIZES = {
+    "h": "hidden_size",
+    "f": "intermediate_size",
+    "a": "num_attention_heads",
+    "g": "num_key_value_heads",
+    "d": "head_dim",
+    "v": "vocab_size",
+    "l": "num_hidden_layers",
+}
+FEWEST_BLOCKS = 8
+"""The laws come from models in which runs of equal blocks were cut, which shorter ones need not be."""
+LENGTH_STEP = 128
+"""Laws hold for lengths that are a multiple of this: kernels round others up."""
+_DEFAULT_SEQ = 2048
+# Of no influence on operations and sizes, whatever their value. Rotary scalings that compute more are not in _ROTARY.
+_IGNORED = (
+    *("_name_or_path", "architectures", "model_type", "transformers_version", "dtype", "torch_dtype", "use_cache"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "rms_norm_eps", "norm_eps", "rope_theta"),
+    *("max_position_embeddings", "max_window_layers", "pretraining_tp"),
+)
+_ROTARY = (None, "default", "linear", "llama3", "yarn")
+_TERM = re.compile(r"([+-]?\d+)(?:/(\d+))?([a-z]*)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """`laws`: the stored file; `seq`: tokens per sample."""
+
+    laws: Mapping[str, Any]
+    sizes: Mapping[str, int]
+    seq: int
+
+    def spec(self, *, name: str, ways: Collection[tuple[str, str]]) -> ModelSpec:
+        """Return the spec with the traces of `ways` that there are laws for."""
+        text = json.dumps(self.laws["spec"]).replace("{last}", str(self.sizes["l"] - 1))
+        text = re.sub(r"x\{(.*?)\}", lambda found: f"x{value_of(found[1], self.sizes)}", text)
+        data = _filled(json.loads(text), self.sizes)
+        return decode({**data, "name": name, "seq": self.seq}, ways=ways)
+
+
+def architecture_of(folder: str | Path, *, seq: int | None) -> Architecture | None:
+    """Return the architecture of a folder's config.json, if its laws are known and hold for samples of this length."""
+    try:
+        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(config, dict):
+        return None
+    seq = default_seq(config.get("max_position_embeddings")) if seq is None else seq
+    if seq < 1 or seq % LENGTH_STEP:
+        return None
+    for laws in _stored(str(config.get("model_type"))):
+        sizes = _sizes_of(config, laws=laws)
+        if sizes is not None and _installed() in ("", laws["transformers"]):
+            return Architecture(laws=laws, sizes=sizes, seq=seq)
+    return None
+
+
+def default_seq(longest: int | None) -> int:
+    """Return the tokens per sample of a config unless asked otherwise: those that it can read, up to 2,048."""
+    return min(_DEFAULT_SEQ, longest or _DEFAULT_SEQ)
+
+
+def value_of(polynomial: str, sizes: Mapping[str, int]) -> int:
+    total = sum(
+        Fraction(int(factor), int(divisor or 1)) * prod(sizes[letter] for letter in letters)
+        for factor, divisor, letters in _TERM.findall(polynomial)
+    )
+    return int(total)
+
+
+@cache
+def _stored(model_type: str) -> tuple[dict[str, Any], ...]:
+    if not re.fullmatch(r"\w+", model_type):
+        return ()
+    return tuple(json.loads(path.read_text()) for path in sorted(FOLDER.glob(f"{model_type}-*.json")))
+
+
+@cache
+def _installed() -> str:
+    """Return the installed version of transformers without its last number, or "" without one."""
+    try:
+        return short_version(version("transformers"))
+    except PackageNotFoundError:
+        return ""
+
+
+def short_version(text: str) -> str:
+    return ".".join(text.split(".")[:2])
+
+
+def _sizes_of(config: Mapping[str, Any], *, laws: Mapping[str, Any]) -> dict[str, int] | None:
+    """Return the sizes of a config for which laws hold, or None."""
+    fixed = laws["fixed"]
+    rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if (rotary.get("rope_type") or rotary.get("type")) not in _ROTARY:
+        return None
+    if (config.get("dtype") or config.get("torch_dtype")) != "bfloat16":
+        return None
+    known = {*_IGNORED, *SIZES.values(), *fixed, "rope_parameters", "rope_scaling"}
+    if set(config) - known or any(config.get(key, values[0]) not in values for key, values in fixed.items()):
+        return None
+    given = {letter: config.get(key) for letter, key in SIZES.items()}
+    if given["d"] is None and laws["has_default_head_dim"]:
+        given["d"] = (given["h"] or 0) // (given["a"] or 1)
+    sizes = {letter: size for letter, size in given.items() if isinstance(size, int) and size > 0}
+    is_grouped = len(sizes) == len(SIZES) and sizes["a"] > sizes["g"] and sizes["a"] % sizes["g"] == 0
+    return sizes if is_grouped and sizes["l"] >= FEWEST_BLOCKS and sizes["d"] in laws["head_dims"] else None
+
+
+def _filled(data: Any, sizes: Mapping[str, int]) -> Any:
+    if isinstance(data, dict):
+        return value_of(data["="], sizes) if "=" in data else {key: _filled(item, sizes) for key, item in data.items()}
+    return [_filled(item, sizes) for item in data] if isinstance(data, list) else data

@@ -1,0 +1,135 @@
+"""A config of a known architecture needs no trace: its spec follows from its sizes, and equals a traced one."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.plan import Plan
+from shardwise.sources import Source
+from shardwise.spec import ModelSpec, architecture
+from shardwise.spec.architecture import FOLDER, architecture_of, value_of
+from shardwise.spec.law import Law
+
+# None of these is among the sizes that the laws were fitted to.
+SIZES = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151_936,
+    "num_hidden_layers": 28,
+}
+STORED = sorted(path.stem for path in FOLDER.glob("*.json"))
+SEQ = 1536
+
+
+def config_of(name: str, **others: Any) -> dict[str, Any]:
+    kind, _, tied = name.partition("-")
+    named = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama", "mistral": "Mistral"}[kind]
+    own = {"sliding_window": None} if kind == "mistral" else {}
+    about = {"model_type": kind, "architectures": [f"{named}ForCausalLM"], "tie_word_embeddings": tied == "tied"}
+    return {**about, "dtype": "bfloat16", "max_position_embeddings": 4096, **SIZES, **own, **others}
+
+
+def write(folder: Path, config: dict[str, Any]) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def at_length(spec: ModelSpec, seq: int) -> ModelSpec:
+    """Return the spec with laws of the batch alone, as a trace at one length has them, and traces in one order."""
+
+    def law(one: Law) -> Law:
+        line = one.line(seq)
+        return Law((line.const, 0, 0, line.per_sample, 0, 0))
+
+    rows = {
+        trace: tuple(
+            replace(
+                row,
+                stream=replace(
+                    row.stream,
+                    events=tuple(replace(one, num_bytes=law(one.num_bytes)) for one in row.stream.events),
+                    ops=tuple(
+                        replace(
+                            one,
+                            num_flops=law(one.num_flops),
+                            num_bytes=law(one.num_bytes),
+                            dims=tuple(map(law, one.dims)),
+                        )
+                        for one in row.stream.ops
+                    ),
+                ),
+            )
+            for row in trace.rows
+        )
+        for trace in spec.traces
+    }
+    assert spec.batch_bytes is not None
+    return replace(
+        spec,
+        batch_bytes=law(spec.batch_bytes),
+        traces=tuple(replace(trace, rows=rows[trace]) for trace in sorted(spec.traces, key=lambda one: one.recompute)),
+    )
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_the_laws_give_the_spec_that_a_trace_gives(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    plan = Plan(precision="bf16", recompute="full" if name == STORED[0] else "none", micro_batch=2)
+    folder = write(tmp_path, config_of(name))
+    found = architecture_of(folder, seq=SEQ)
+    assert found is not None, (
+        "traced with another version of transformers: python -m shardwise.trace.ship_architectures"
+    )
+    by_laws = Source(f"hf:{folder}", seq=SEQ).spec_for(plan)
+    monkeypatch.setattr("shardwise.sources.architecture_of", lambda folder, *, seq: None)
+    traced = Source(f"hf:{folder}", seq=SEQ).spec_for(plan)
+    assert at_length(by_laws, SEQ) == at_length(traced, SEQ)
+
+
+def test_a_known_architecture_is_not_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write(tmp_path, config_of("qwen3-tied"))
+    monkeypatch.setattr(Source, "_traced", None)
+    spec = Source(f"hf:{folder}").spec_for(Plan(precision="bf16", micro_batch=1))
+    assert (spec.num_params, spec.seq, len(spec.units)) == (596_049_920, 2048, 29)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"quantization_config": {}},
+        {"dtype": "float32"},
+        {"hidden_act": "gelu"},
+        {"use_sliding_window": True},
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+        {"num_key_value_heads": 16},
+        {"num_hidden_layers": 4},
+        {"head_dim": 80},
+        {"hidden_size": None},
+        {"model_type": "../qwen3"},
+    ],
+)
+def test_any_other_config_is_traced(other: dict[str, Any], tmp_path: Path) -> None:
+    assert architecture_of(write(tmp_path, config_of("qwen3-tied")), seq=2048) is not None
+    assert architecture_of(write(tmp_path, config_of("qwen3-tied", **other)), seq=2048) is None
+
+
+def test_other_lengths_and_versions_are_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write(tmp_path, config_of("qwen3-tied"))
+    assert architecture_of(folder, seq=1000) is None
+    monkeypatch.setattr(architecture, "_installed", lambda: "4.40")
+    assert architecture_of(folder, seq=1024) is None
+    monkeypatch.setattr(architecture, "_installed", lambda: "")
+    assert architecture_of(folder, seq=1024) is not None
+
+
+@pytest.mark.parametrize(
+    ("polynomial", "value"), [("2hf+4k-1", 2 * 3 * 5 + 4 * 7 - 1), ("1/2h", 1), ("-3", -3), ("1l", 11)]
+)
+def test_polynomials(polynomial: str, value: int) -> None:
+    assert value_of(polynomial, {"h": 3, "f": 5, "k": 7, "l": 11}) == value
