@@ -18,6 +18,9 @@ from shardwise.engine.fp8.casts import E4M3, scale_of
 from shardwise.program import Kind
 from shardwise.spec import ROOT
 
+# In float32 elements.
+_INVERSE_STRIDE = 4
+
 _NAME = CollectiveName(f"{Kind.GATHER_SCALES.value} {ROOT}")
 
 
@@ -39,7 +42,10 @@ class Fp8Scales:
         numbers = {(id(flat), index): number for number, (flat, index) in enumerate(weights)}
         self._maxima = torch.zeros(self._group.size * len(weights), device=setting.device)
         # NaN until they are known: a forward that came before would not go unnoticed.
-        self._scales, self._inverses = (torch.full((len(weights),), torch.nan, device=setting.device) for _ in "ab")
+        self._scales = torch.full((len(weights),), torch.nan, device=setting.device)
+        # Products in fp8 need the address of a scale to be a multiple of 16 bytes.
+        padded = torch.full((len(weights), _INVERSE_STRIDE), torch.nan, device=setting.device)
+        self._inverses = padded[:, 0]
         self._parts: list[Tensor] = []
         owners: list[int] = []
         for flat, index in weights:
