@@ -13,6 +13,7 @@ from shardwise.vocabulary.lazy_names import lazy_names
 from shardwise.vocabulary.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from shardwise.data.padding import PadToMultiple as PadToMultiple
     from shardwise.data.sampler import DistributedSampler as DistributedSampler
     from shardwise.engine.engine import tape as tape
     from shardwise.engine.optimizer.scaler import GradScaler as GradScaler

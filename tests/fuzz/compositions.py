@@ -43,8 +43,9 @@ NOT_CALLED = {
     **dict.fromkeys(("ModelSpec", "TensorSpec", "UnitSpec", "model_spec"), "descriptions; nothing is trained"),
     **dict.fromkeys(("from_pretrained", "save_pretrained", "lean_loss"), "for models of transformers"),
     **dict.fromkeys(("Task", "load_task"), "for `shardwise train`"),
-    "DistributedSampler": "needs no model",
-    "tape": "a view of what ran",
+    **dict.fromkeys(("DistributedSampler", "PadToMultiple"), "need no model"),
+    **dict.fromkeys(("tape", "summary"), "views of what ran"),
+    "predict": "nothing is trained",
     "capture": "called by shardwise.step",
     "protect": "restarts ranks: tests/dist/test_recovery.py",
 }
