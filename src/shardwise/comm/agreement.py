@@ -88,13 +88,19 @@ def together(
         outcome.append(error)
     if any_rank(isinstance(outcome[0], Exception), group=group):
         on_each_rank(
-            lambda: _result(outcome[0]),
+            # Without its result, which may be nothing that can be sent.
+            lambda: _raise_failure(outcome[0]),
             group=group,
             catches=Exception,
             raises=raises,
             describe=describe or _in_one_line,
         )
     return _result(outcome[0])
+
+
+def _raise_failure(outcome: object) -> None:
+    if isinstance(outcome, Exception):
+        raise outcome
 
 
 def _result(outcome: T | Exception) -> T:

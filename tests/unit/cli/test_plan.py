@@ -184,7 +184,7 @@ def test_a_number_of_parameters_is_planned_without_activations(capfd: pytest.Cap
             ["gpt2-124m", "--cluster", "8xh100", "--optimizer", "muon", "--capture", "on", "--strategy", "ddp"],
             "optimizer muon with capture = 'on': its steps are not captured; set capture = 'auto' or 'off'",
         ),
-        (["gpt2-124m", "--cluster", "8xh100", "--precision", "fp8"], "precision = 'fp8': must be one of"),
+        (["gpt2-124m", "--cluster", "8xh100", "--precision", "fp4"], "precision = 'fp4': must be one of"),
         (["gpt2-124m", "--cluster", "8xh100", "--micro-batch", "0"], "micro_batch = 0"),
         (["gpt2-124m", "--cluster", "8xh100", "--image", "3"], "--image has no meaning"),
         (["resnet18", "--cluster", "8xh100", "--seq", "3"], "--seq has no meaning"),

@@ -92,7 +92,7 @@ def test_one_strategy_is_shown_row_by_row(capfd: pytest.CaptureFixture[str]) -> 
         (["gpt-tiny", "--optimizer", "lion"], "unknown optimizer 'lion'"),
         (["gpt-tiny", "--ranks", "0"], "--ranks 0: must be a whole number of at least 1"),
         (["gpt-tiny", "--micro-batch", "0"], "micro_batch = 0"),
-        (["gpt-tiny", "--precision", "fp8"], "precision = 'fp8': must be one of"),
+        (["gpt-tiny", "--precision", "fp4"], "precision = 'fp4': must be one of"),
         (["gpt-tiny", "--image", "3"], "--image has no meaning"),
         (["gpt-tiny", "--engine", "torch", "--strategy", "zero1"], "torch has no engine for it"),
         (["gpt-tiny", "--history", "h.pickle"], "only a GPU allocator keeps a history"),
