@@ -64,9 +64,9 @@ def most_pauses(count: int, mean: float) -> float:
     total, number, probability = 0.0, 0, exp(-mean)
     below = probability
     while True:
-        more = 1 - below**count
-        total += more
-        if number > mean and more < _NOTHING:
+        total += 1 - below**count
+        # By the last term: the sum of the probabilities may stay below 1 by its rounding.
+        if number > mean and count * probability < _NOTHING:
             return total
         number += 1
         probability *= mean / number

@@ -54,3 +54,10 @@ def test_sharding_within_a_node_waits_less_than_sharding_over_all() -> None:
     long = replace(FSDP, accumulate=32)
     whole, within = timed(long, nodes=64), timed(replace(long, mesh=Mesh(replicate=64, shard=8)), nodes=64)
     assert within.straggler_seconds / within.step_seconds < 0.6 * whole.straggler_seconds / whole.step_seconds
+
+
+def test_the_most_pauses_of_thousands_of_groups_are_found_for_every_mean() -> None:
+    """Where probabilities add up to a little less than 1, too."""
+    found = [most_pauses(16_384, number / 50) for number in range(1, 1_500)]
+    assert found == sorted(found)
+    assert all(most > number / 50 for number, most in enumerate(found, start=1))
