@@ -163,8 +163,11 @@ class ReduceBucket:
             return
         for segment in self.segments:
             segment.wait()
+            (flat,) = segment.flats
             assert segment.buffer is not None
-            self._deliver_average(segment, segment.buffer)
+            # The slice is a copy already: in the dtype of the gradients it becomes them.
+            flat.add_grads(segment.buffer.to(flat.master_dtype).mul_(self.scale))
+            segment.release()
         self.tape.record(Kind.WAIT_SLICE, self.name, self._slice_bytes)
 
     def _forget_sums(self) -> None:
@@ -188,12 +191,9 @@ class ReduceBucket:
                 segment.release()
 
     def _deliver_slice(self, segment: Segment) -> None:
-        assert segment.own is not None
-        self._deliver_average(segment, segment.own)
-
-    def _deliver_average(self, segment: Segment, sums: Tensor) -> None:
         """Give a flat the average of its slice: a copy, so that the buffer can be freed."""
-        (flat,) = segment.flats
+        (flat,), sums = segment.flats, segment.own
+        assert sums is not None
         average = self._memory.empty(segment.name, sums.numel(), dtype=flat.master_dtype, device=sums.device)
         if flat.master_dtype == segment.dtype:
             torch.mul(sums, self.scale, out=average)
