@@ -1,4 +1,8 @@
-"""Parameters and optimizer state in host memory: the same training, updated there."""
+"""Parameters and optimizer state in host memory: the same training, updated there or on the device."""
+
+from functools import partial
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,18 +13,48 @@ from whole import whole
 
 import shardwise
 from shardwise.engine.engine import engine_of
+from shardwise.engine.offload import streamed_update
 from shardwise.engine.prepared.inventory import held_bytes
 from shardwise.plan import Plan
 from shardwise.tasks import cross_entropy
 
 SHARDED = ["zero2", "shard_grad_op", "fsdp"]
+UPDATES = ["device", "host"]
 GPT = Case(make=MODELS["gpt"], optimizer=adamw, num_steps=4)
 
 
+@pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("strategy", SHARDED)
-def test_offloaded_states_train_as_one_process_does(strategy: str) -> None:
-    plan = Plan(strategy=strategy, offload_states=True)
+def test_offloaded_states_train_as_one_process_does(strategy: str, update: str) -> None:
+    plan = Plan(strategy=strategy, offload_states=True, offload_update=update)
     assert_equal(run_ranks(on_ranks, num_ranks=2, args=(GPT, plan, True)), one_process(GPT, num_ranks=2))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_some_units_have_their_states_in_host_memory(num_ranks: int) -> None:
+    plan = Plan(strategy="fsdp", offload_states=("blocks.0", "(root)"), overrides={"blocks.1": "zero2"})
+    found = run_ranks(on_ranks, num_ranks=num_ranks, args=(GPT, plan, True))
+    assert_equal(found, one_process(GPT, num_ranks=num_ranks))
+
+
+OPTIMIZERS = {
+    "sgd with momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "fused adamw": partial(torch.optim.AdamW, lr=1e-2, fused=True),
+    "adagrad": partial(torch.optim.Adagrad, lr=1e-2),
+    "radam": partial(torch.optim.RAdam, lr=1e-2, foreach=True),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_states_that_pass_through_the_device_in_many_pieces_are_updated_as_one(name: str) -> None:
+    case = Case(make=MODELS["gpt"], optimizer=OPTIMIZERS[name], num_steps=4)
+    found = run_ranks(in_pieces, num_ranks=2, args=(case,))
+    assert_equal(found, one_process(case, num_ranks=2))
+
+
+def in_pieces(rank: int, case: Case) -> Any:
+    with patch.object(streamed_update, "CHUNK_ELEMENTS", 100):
+        return on_ranks(rank, case, Plan(strategy="fsdp", offload_states=True), True)
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "fsdp", *whole("shard_grad_op")])
@@ -54,9 +88,8 @@ def kept_on_the_host(rank: int) -> None:
     sharded = [flat for flat in engine_of(model).flats if flat.host is not None]
     # fp32 master and two moments, the parameters staged in bf16, and AdamW's step counts.
     sizes = sum(flat.layout.slice_elements for flat in sharded)
-    owned = sum(part.stop - part.start for flat in sharded for part in flat.owned)
     counts = 4 * sum(len(flat.owned) for flat in sharded)
-    assert held["host"] == sizes * (4 + 2) + owned * 8 + counts
+    assert held["host"] == sizes * (4 + 2 + 8) + counts
     # What is replicated stays on the device: bf16 parameters, fp32 master and moments.
     (replicated,) = [flat for flat in engine_of(model).flats if flat.host is None]
     assert held["params"] == 2 * replicated.layout.num_elements

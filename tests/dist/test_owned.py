@@ -228,7 +228,7 @@ def told(rank: int) -> None:
     optimizer.zero_grad()
     fresh = MODELS["gpt"]()[0]
     refused = line(lambda: prepare(fresh, own.muon(fresh.parameters()), Plan(offload_states=True)))
-    assert "looks at whole parameters in its update: owned with offload_states = true" in refused
+    assert "looks at whole parameters in its update: owned with offload_states" in refused
     assert "leave one of them out" in refused
 
 

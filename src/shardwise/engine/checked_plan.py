@@ -24,9 +24,10 @@ def check_plan(plan: Plan, *, spec: ModelSpec, mesh: Mesh, device: torch.device)
     placements = plan.placements(unit.name for unit in spec.units)
     check_compile(placements, plan=plan)
     check_fp8(plan, spec=spec, device=device)
-    if plan.offload_states and not any(placement.grads is SHARDED for placement in placements.values()):
+    chosen = [placement for name, placement in placements.items() if plan.has_states_on_host(name)]
+    if chosen and not any(placement.grads is SHARDED for placement in chosen):
         raise InvalidPlan(
-            f"offload_states = true with strategy = {plan.strategy!r}: what every rank holds whole stays on the "
+            f"offload_states with strategy = {plan.strategy!r}: what every rank holds whole stays on the "
             "device; use zero2, shard_grad_op or fsdp"
         )
     return placements

@@ -33,7 +33,8 @@ from shardwise.engine.guards.same_options import OptimizerOptions
 from shardwise.engine.guards.taken_apart import take_apart
 from shardwise.engine.last_issued import write_records_of
 from shardwise.engine.offload.host_room import check_host_room
-from shardwise.engine.offload.transfer import HostCopies
+from shardwise.engine.offload.streamed_update import check_streamed
+from shardwise.engine.offload.transfer import host_copies
 from shardwise.engine.optimizer.any_step import watch_optimizers
 from shardwise.engine.optimizer.known import (
     Stepped,
@@ -109,7 +110,7 @@ def prepare_on_ours(
         groups=mesh_groups(mesh),
         collectives=collectives or _collectives(plan),
         device=chosen,
-        host=HostCopies(chosen) if plan.offload_states else None,
+        host=host_copies(plan, device=chosen),
         alignment=slice_alignment(verdicts),
     )
     owned = _owned_names(verdicts)
@@ -227,8 +228,10 @@ def _description(
     }
     for optimizer in optimizers:
         check_optimizer(optimizer, stepped=stepped)
+        check_streamed(optimizer, plan=plan)
         if not any_optimizer:
-            stepped_on = torch.device("cpu") if plan.offload_states else device
+            on_host = plan.offload_states and plan.offload_update == "host"
+            stepped_on = torch.device("cpu") if on_host else device
             found = judge(optimizer, stepped=stepped, device=stepped_on)
             check_reach(optimizer, verdicts=found)
             verdicts |= {name: found[id(p)] for name, p in parameters.items() if id(p) in found}

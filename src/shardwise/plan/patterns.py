@@ -51,6 +51,19 @@ def pattern_list(of: str) -> Form:
     return each(_PATTERN, words=f"a list of {of}-name patterns")
 
 
+# Which units a setting holds for: all, none, or those that a list of patterns matches.
+SOME_UNITS = Form(
+    words="true, false or a list of unit-name patterns",
+    fits=lambda value: isinstance(value, bool | list | tuple),
+    read=lambda value, path: value if isinstance(value, bool) else pattern_list("unit")(value, path) or False,
+)
+
+
+def is_among(name: str, chosen: bool | Sequence[str]) -> bool:
+    """Return whether a setting for some units holds for the one of this name."""
+    return chosen if isinstance(chosen, bool) else any(fnmatchcase(name, pattern) for pattern in chosen)
+
+
 def pattern_table(form: Form, *, of: str = "unit") -> Form:
     """The form of name patterns (`of`: unit, module) and their values, as `Patterns`."""
     values = table(form)

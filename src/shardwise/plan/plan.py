@@ -17,7 +17,7 @@ from shardwise.files.keys import check_keys, documented, key, to_table, values_o
 from shardwise.files.toml_file import read_toml
 from shardwise.plan.limits import LIMITS, check_settings
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.patterns import Patterns, pattern_list, pattern_table, unmatched
+from shardwise.plan.patterns import SOME_UNITS, Patterns, is_among, pattern_list, pattern_table, unmatched
 from shardwise.plan.placement import AUTO, OVERRIDE, STRATEGY, Placement, placement_of, resolve_strategy
 from shardwise.plan.policy import POLICY
 from shardwise.vocabulary.auto_solver import auto_solver
@@ -96,9 +96,22 @@ class Plan:
         "backward: long sequences in less memory. A later pattern wins",
         form=pattern_table(whole(least=1), of="module"),
     )
-    offload_activations: bool = key(False, "tensors that a unit saves for backward wait in host memory")
-    offload_states: bool = key(
-        False, "sharded optimizer state and sharded parameters live in host memory and are updated there"
+    offload_activations: bool | tuple[str, ...] = key(
+        False,
+        "tensors that a unit saves for backward wait in host memory: of all units, or of those that patterns match",
+        form=SOME_UNITS,
+    )
+    offload_states: bool | tuple[str, ...] = key(
+        False,
+        "sharded optimizer state and sharded parameters live in host memory: of all units, or of those that patterns "
+        "match",
+        form=SOME_UNITS,
+    )
+    offload_update: str = key(
+        "device",
+        "where states in host memory are updated. device: they pass through the device, which computes the next "
+        "forward meanwhile; host: the CPU updates them, and their gradients are copied to host memory",
+        choices=("device", "host"),
     )
     prefetch: int = key(1, "units gathered ahead of the one that computes", least=0)
     reduces_in_flight: int = key(1, "gradient reductions that may run at the same time", least=1)
@@ -163,7 +176,7 @@ class Plan:
             raise InvalidPlan("strategy = 'auto' chooses for each unit: leave overrides and recompute_overrides out")
         if self.owned and self.offload_states:
             raise InvalidPlan(
-                "owned with offload_states = true: what one rank steps whole is stepped on the device, with its state; "
+                "owned with offload_states: what one rank steps whole is stepped on the device, with its state; "
                 "leave one of them out"
             )
         if self.uncaptured and self.captures:
@@ -216,7 +229,7 @@ class Plan:
     def _capture_hindrance(self) -> str:
         settings = {
             "dynamic = true": self.dynamic,
-            "offload_states = true": self.offload_states,
+            "offload_states": bool(self.offload_states),
             "precision = 'fp16'": self.precision == "fp16",
         }
         return next((setting for setting, holds in settings.items() if holds), "")
@@ -227,7 +240,7 @@ class Plan:
         if hindrance:
             return f"with {hindrance} a step waits for the device"
         if self.offload_activations:
-            return "offload_activations = true"
+            return "offload_activations"
         if self.owned:
             return _OWNED_MOVE
         if self.uncaptured:
@@ -245,9 +258,10 @@ class Plan:
     def placements(self, unit_names: Iterable[str]) -> dict[str, Placement]:
         """Return the placement of each unit; every override must match at least one of them."""
         names = list(unit_names)
-        for name in ("overrides", "recompute_overrides", "uncaptured"):
-            for pattern in unmatched(getattr(self, name), names):
-                where = f"{name}.{pattern}" if name != "uncaptured" else f"{name}: {pattern}"
+        for name in ("overrides", "recompute_overrides", "uncaptured", "offload_states", "offload_activations"):
+            given = getattr(self, name)
+            for pattern in unmatched(() if isinstance(given, bool) else given, names):
+                where = f"{name}.{pattern}" if isinstance(given, Patterns) else f"{name}: {pattern}"
                 raise InvalidPlan(
                     f"{where} matches no unit; the units are {_some(names)} "
                     f"(units = {self.units!r}; 'auto + MODULE' makes a module a unit)"
@@ -268,6 +282,14 @@ class Plan:
         """Return the recompute of a unit; none for the root, where it would be the whole model."""
         assert isinstance(self.recompute_overrides, Patterns)
         return "none" if unit_name == "(root)" else self.recompute_overrides.find(unit_name, default=self.recompute)
+
+    def has_states_on_host(self, unit_name: str) -> bool:
+        """Return whether sharded states of a unit live in host memory."""
+        return is_among(unit_name, self.offload_states)
+
+    def has_activations_on_host(self, unit_name: str) -> bool:
+        """Return whether what a unit saves for backward waits in host memory. The root's does not."""
+        return unit_name != "(root)" and is_among(unit_name, self.offload_activations)
 
     def may_capture(self, unit_name: str) -> bool:
         """Return whether a unit may be a CUDA graph."""

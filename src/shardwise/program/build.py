@@ -90,6 +90,9 @@ def _events_and_context(
         reduces_in_flight=plan.reduces_in_flight,
         alone=alone,
         alone_on_shard=mesh is not None and mesh.shard == 1,
+        on_host=frozenset(
+            name for name, place in placements.items() if place.grads is SHARDED and plan.has_states_on_host(name)
+        ),
     )
 
 

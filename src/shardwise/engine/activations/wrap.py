@@ -13,7 +13,6 @@ from shardwise.engine.activations.tiled import tile_modules
 from shardwise.engine.core.precision import torch_dtype
 from shardwise.engine.core.unit import Unit
 from shardwise.plan import Plan
-from shardwise.spec import ROOT
 from shardwise.vocabulary.dtypes import PRECISIONS
 
 
@@ -29,10 +28,11 @@ def wrap_units(
     undo += compile_units({name: unit.module for name, unit in units.items()}, plan=plan)
     offload = ActivationOffload(model, device=device) if plan.offload_activations else None
     for name, unit in units.items():
-        mode = plan.recompute_of(name)
+        mode, on_host = plan.recompute_of(name), plan.has_activations_on_host(name)
         if mode != "none":
-            undo.append(recompute_unit(unit.module, mode=mode, pack=offload.pack if offload is not None else Kept))
-        if offload is not None and name != ROOT:
+            pack = offload.pack if offload is not None and on_host else Kept
+            undo.append(recompute_unit(unit.module, mode=mode, pack=pack))
+        if offload is not None and on_host:
             # Outside of the recomputation, so that the unit's inputs are offloaded.
             undo.append(offload_unit(unit.module, name=name, offload=offload))
     return undo

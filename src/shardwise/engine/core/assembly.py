@@ -34,7 +34,11 @@ def make_units(model: nn.Module, *, setting: CoreSetting) -> dict[str, Unit]:
         placement = placements[unit.name]
         flats = [
             make_flat(
-                [parameters[param.name] for param in flat.params], spec=flat, placement=placement, setting=setting
+                [parameters[param.name] for param in flat.params],
+                unit=unit.name,
+                spec=flat,
+                placement=placement,
+                setting=setting,
             )
             for flat in flat_specs(unit, plan=plan)
         ]
@@ -54,8 +58,10 @@ def make_unit(
     return Unit(name, module=module, placement=placement, flats=flats, tape=setting.tape, events=setting.events)
 
 
-def make_flat(params: list[nn.Parameter], *, spec: FlatSpec, placement: Placement, setting: CoreSetting) -> FlatParams:
-    """Make an empty buffer for these parameters; `lay_out` comes next."""
+def make_flat(
+    params: list[nn.Parameter], *, unit: str, spec: FlatSpec, placement: Placement, setting: CoreSetting
+) -> FlatParams:
+    """Make an empty buffer for these parameters of a unit; `lay_out` comes next."""
     return FlatParams(
         params,
         spec=spec,
@@ -64,7 +70,7 @@ def make_flat(params: list[nn.Parameter], *, spec: FlatSpec, placement: Placemen
         groups=setting.groups,
         collectives=setting.collectives,
         alignment=setting.alignment,
-        host=setting.host if placement.grads is SHARDED else None,
+        host=setting.host if placement.grads is SHARDED and setting.plan.has_states_on_host(unit) else None,
     )
 
 

@@ -32,6 +32,11 @@ class CoreSetting:
     passes: PassState = field(default_factory=PassState)
     gradient_memory: GradientMemory = field(default_factory=GradientMemory)
 
+    @property
+    def update_device(self) -> torch.device | None:
+        """The device that updates everything; None where the CPU updates what lives in host memory."""
+        return self.device if self.host is None or self.host.keeps_grads else None
+
     def land(self) -> None:
         """Wait for gradients that are on their way to host memory."""
         if self.host is not None:

@@ -108,9 +108,9 @@ class FlatParams(FlatBuffers):
                 # What was frozen since keeps the gradient that it had, as in one process.
                 shown = old if old is not None else view if parameter.requires_grad else None
                 parameter.grad = shown
-                if self.master is not self.full:
+                if self.is_separate:
                     self.shown[index] = shown
-        if self.master is not self.full:
+        if self.is_separate:
             grads = self._owned_grads(average) if self.placement.optim is SHARDED else whole
             self._add_owned(grads, olds=olds, news=news)
         if olds:
@@ -132,7 +132,7 @@ class FlatParams(FlatBuffers):
                 continue
             old = parameter.grad
             if old is None:
-                parameter.grad = new
+                set_grad(parameter, new)
                 self.with_new_grads.add(part.index)
             elif not self.shows_grads:
                 olds.append(old)
@@ -147,7 +147,7 @@ class FlatParams(FlatBuffers):
     def _owned_grads(self, average: Tensor) -> Sequence[Tensor]:
         """Return the owned parts' views of a slice, which is cut out of the whole buffer first if necessary."""
         mine = average if self.placement.grads is SHARDED else own_slice(average, group=self.groups.gather)
-        if self.host is not None:
+        if self.host is not None and not self.host.keeps_grads:
             mine = self.host.fetch(mine)
         return cut_pieces(mine, self._owned_cut)
 
@@ -204,14 +204,14 @@ class FlatParams(FlatBuffers):
             first = self.groups.gather.index * self.layout.slice_elements if self.placement.optim is SHARDED else 0
             start = first + part.start - self.layout.offsets[part.index]
             mine = grad.to(self.master_dtype).reshape(-1)[start : start + part.stop - part.start]
-            part.parameter.grad = mine.view_as(part.parameter)
+            set_grad(part.parameter, mine.view_as(part.parameter))
         else:
             part.parameter.grad = None
         self.shown[part.index] = grad
 
     def drop_stale_grads(self) -> None:
         """Before forward: a gradient that was cleared in the optimizer is cleared in the model, and the reverse."""
-        if not self.shows_grads or self.master is self.full:
+        if not self.shows_grads or not self.is_separate:
             # There are none to be seen, or the model's parameters are the optimizer's.
             return
         for part in self.owned:
@@ -263,3 +263,17 @@ class FlatParams(FlatBuffers):
                 part.parameter.grad = None
             for parameter in self.params:
                 parameter.grad = None
+
+
+def set_grad(parameter: nn.Parameter, grad: Tensor) -> None:
+    """Set the gradient of a parameter that may live in host memory while its gradients stay on the device.
+
+    torch refuses such a pair, but only where the gradient is set.
+    """
+    if parameter.device == grad.device:
+        parameter.grad = grad
+        return
+    there = parameter.data
+    parameter.data = grad
+    parameter.grad = grad
+    parameter.data = there

@@ -9,8 +9,8 @@ master    what the optimizer steps: the owned slice where optim is sharded, else
 Weights that are gathered in fp8 (fp8_bytes.py) are views of a full buffer of bytes.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol
@@ -28,13 +28,32 @@ from shardwise.plan.placement import SHARDED, Placement
 from shardwise.program.buffers import FlatSpec
 from shardwise.vocabulary.layout import ALIGNMENT, BufferCut
 
+_AT_ONCE: AbstractContextManager[None] = nullcontext()
+
 FOR_STATE = CollectiveName("gather for a state dict")
 
 
 class HostMemory(Protocol):
-    """Host memory from and to which the device copies while it computes (offload/transfer.py)."""
+    """Host memory from and to which the device copies while it computes (offload/transfer.py).
+
+    `keeps_grads`: gradients stay on the device, through which the update passes what it steps.
+    """
+
+    keeps_grads: bool
 
     def zeros(self, size: int, *, dtype: torch.dtype) -> Tensor: ...
+
+    def loading(self, *, after: Any) -> AbstractContextManager[None]:
+        """Copy from host memory in this block while the device computes; after an update's event, unless None."""
+        ...
+
+    def arrival(self, then: Work | None) -> Work:
+        """Return what is waited for until everything that was loaded so far is there, and `then` is done."""
+        ...
+
+    def settle(self, update: Any) -> None:
+        """Wait until an update has written host memory."""
+        ...
 
     def fetch(self, source: Tensor) -> Tensor:
         """Start to copy a tensor of the device; the result may be read after `land`."""
@@ -97,20 +116,56 @@ class FlatBuffers:
         self.aliased = host is None and placement.params is not SHARDED and self.compute_dtype == self.master_dtype
         if placement.params is not SHARDED:
             self.lay_out()
-        self.master = self._make_master()
+        # The update that is writing the master in host memory, and what it reads meanwhile.
+        self.update: Any = None
+        self.in_use: Any = None
+        self._master = self._make_master()
         # What is copied into the full buffer; the master itself, where it need not be staged.
-        self.staged = self.master
+        self.staged = self._master
         if host is not None and self.compute_dtype != self.master_dtype:
-            self.staged = host.zeros(self.master.numel(), dtype=self.compute_dtype)
+            self.staged = host.zeros(self._master.numel(), dtype=self.compute_dtype)
         self.owned = self._own()
         # What somebody else wrote into the master; whether somebody got hold of the module's parameters.
-        self.writes = MasterWrites(self.master)
+        self.writes = MasterWrites(self._master)
         self.touched = False
         # Whether a module holds on to the memory of a parameter by another name (carried.py).
         self.followed = False
         # A context in which memory for the full buffer is always at one address; None: anywhere.
         self.slot: AbstractContextManager[None] | None = None
         self.gathering: Work | None = None
+
+    @property
+    def master(self) -> Tensor:
+        """What the optimizer steps; an update that is still writing it is waited for."""
+        self.settle()
+        return self._master
+
+    @property
+    def host_master(self) -> Tensor:
+        """The master in host memory, without a wait: for the copies of updates, which are in order among themselves."""
+        return self._master
+
+    @property
+    def is_separate(self) -> bool:
+        """Whether the master is other memory than the full buffer."""
+        return self._master is not self.full
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether gathers read a copy of the master in another dtype."""
+        return self.staged is not self._master
+
+    @property
+    def stepped_on(self) -> torch.device:
+        """The device that computes the update."""
+        return self.device if self.host is None or self.host.keeps_grads else self._master.device
+
+    def settle(self) -> None:
+        """Wait until an update that passes through the device has written host memory."""
+        if self.update is not None:
+            assert self.host is not None
+            self.host.settle(self.update)
+            self.update = self.in_use = None
 
     def describe(self, spec: FlatSpec) -> None:
         """Take a spec of the same parameters: their names may have changed."""
@@ -158,14 +213,14 @@ class FlatBuffers:
         """
         if self.placement.optim is SHARDED:
             parts = self.layout.owned(self.groups.gather.index)
-            views = [self.master[start:stop] for _, start, stop in parts]
+            views = [self._master[start:stop] for _, start, stop in parts]
         else:
             parts = [(i, offset, offset + size) for i, (offset, size) in enumerate(self.layout.sizes())]
-            views = [self.master[start:stop].view(self.params[i].shape) for i, start, stop in parts]
+            views = [self._master[start:stop].view(self.params[i].shape) for i, start, stop in parts]
         return [
             Owned(
                 parameter=self.params[i]
-                if self.master is self.full
+                if not self.is_separate
                 else nn.Parameter(view, requires_grad=self.params[i].requires_grad),
                 index=i,
                 start=start,
@@ -213,10 +268,10 @@ class FlatBuffers:
         self.writes.lend()
 
     def stage(self) -> None:
-        """Copy a changed master to where gathers read it, if that is other memory."""
-        if self.staged is not self.master:
+        """Copy a changed master to where gathers read it, if that is other memory; an update under way does it, too."""
+        if self.is_staged and self.update is None:
             with torch.no_grad():
-                self.staged.copy_(self.master)
+                self.staged.copy_(self._master)
 
     def attach(self, index: int, parameter: nn.Parameter) -> None:
         """Make the module's parameter, which may be a new one where it was on the meta device, a view of the buffer."""
@@ -225,7 +280,7 @@ class FlatBuffers:
             # Averaged gradients are of the master's dtype.
             parameter.grad_dtype = None
         self.params[index] = parameter
-        if self.master is self.full:
+        if not self.is_separate:
             self.owned[index].parameter = parameter
 
     def make_room(self) -> None:
@@ -236,6 +291,16 @@ class FlatBuffers:
             with self.slot or nullcontext():
                 self._storage.resize_(self.full_bytes)
             self.whole = True
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Load what this rank owns in this block, and gather it; from host memory, while the device computes."""
+        return _AT_ONCE if self.host is None else self._loading(self.host)
+
+    @contextmanager
+    def _loading(self, host: HostMemory) -> Iterator[None]:
+        with host.loading(after=self.update):
+            yield
+        self.gathering = host.arrival(self.gathering)
 
     def load_own(self) -> None:
         """Cast what this rank owns into its place in the full buffer."""
@@ -249,6 +314,8 @@ class FlatBuffers:
         if self.gathering is not None:
             self.gathering.wait()
             self.gathering = None
+            # It was waited for as well.
+            self.in_use = None
 
     def free(self) -> None:
         """Give the full buffer's memory back; its views stay and come back to life with the next gather."""
@@ -292,9 +359,10 @@ class FlatBuffers:
 
     def discard(self) -> None:
         """Give the memory back: the parameters lie in other buffers now."""
-        self.full = self.master = self.staged = self.own_full = self.full.new_empty(0)
+        self.settle()
+        self.full = self._master = self.staged = self.own_full = self.full.new_empty(0)
         self._storage = self.full.untyped_storage()
-        self.writes = MasterWrites(self.master)
+        self.writes = MasterWrites(self._master)
         self.owned, self.full_views = [], []
         self.fp8 = None
 

@@ -74,6 +74,8 @@ class Unit:
         # Whose parameters are guarded between backwards: their gradients are sharded, or they are copies of a master.
         self.resting = [flat for flat in flats if not flat.shows_grads or flat.compute_dtype != flat.master_dtype]
         self.shows_grads = any(flat.shows_grads for flat in flats)
+        # Whether slices come from host memory, and even a rank alone waits for them.
+        self.on_host = any(flat.host is not None for flat in flats)
         self._is_on_gpu = bool(flats) and flats[0].device.type == "cuda"
         self._num_params = sum(len(flat.params) for flat in flats)
 
@@ -111,28 +113,36 @@ class Unit:
         for flat in flats:
             flat.make_room()
         for flat in flats:
-            flat.load_own()
-            group = flat.groups.gather
-            group.log.name = self._gathers
-            flat.gathering = flat.collectives.all_gather(flat.full, group=group, own=flat.own_full)
+            with flat.loading():
+                flat.load_own()
+                group = flat.groups.gather
+                group.log.name = self._gathers
+                flat.gathering = flat.collectives.all_gather(flat.full, group=group, own=flat.own_full)
         self.whole = True
         self.arrived = False
         self.tape.record(Kind.GATHER, self.name, partial(_full_bytes, flats))
 
     def gather_locally(self) -> None:
         """Gather in a group of one rank, whose slice is everything."""
+        in_use = self.whole and self.arrived
         self._fill(self.flats)
+        if in_use and self.sharded:
+            self.wait_gather()
 
     def gather_updated_locally(self) -> None:
         """Gather after an update in a group of one rank."""
         self._fill(self.trained_flats)
+        if not self.arrived:
+            self._rest(self.settled)
 
     def _fill(self, flats: list[FlatParams]) -> None:
         for flat in flats:
             flat.make_room()
         for flat in flats:
-            flat.load_own()
-        self.whole = self.arrived = True
+            with flat.loading():
+                flat.load_own()
+        self.whole = True
+        self.arrived = not self.on_host
         self.tape.record(Kind.GATHER, self.name, partial(_full_bytes, flats))
 
     def wait_gather(self) -> None:

@@ -59,10 +59,10 @@ class Writes:
         # Buffers whose module's parameters are copies of the master.
         self._copied = [flat for flat in replicated if not flat.aliased]
         self._params = [parameter for flat in self._copied for parameter in flat.params]
-        cut = [flat for flat in flats if flat.master is not flat.full]
+        cut = [flat for flat in flats if flat.is_separate]
         self._slices = [part.parameter for flat in cut for part in flat.owned]
         # Buffers whose slices have copies: in the full buffer, here or on other ranks, or staged.
-        self._sliced = [f for f in cut if f.placement.params is not SHARDED or f.staged is not f.master]
+        self._sliced = [f for f in cut if f.placement.params is not SHARDED or f.is_staged]
         # Buffers whose slices' gradients are views of the gradients that the module's parameters show.
         self._shown = [flat for flat in cut if flat.shows_grads]
         for flat in cut:

@@ -1,12 +1,18 @@
 """Copies between a device's memory and the host's that run while the device computes.
 
-Without a GPU a copy is a clone, made at once, so that all other code is the same and can be tested anywhere.
+Without a GPU a copy is made at once, so that all other code is the same and can be tested anywhere.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from shardwise.comm.collectives import DONE, Work
+from shardwise.engine.offload.pinned import PinnedPool, pinned_zeros
+from shardwise.plan import Plan
 
 
 class Lane(Protocol):
@@ -33,10 +39,10 @@ class GpuLane:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = PinnedPool()
 
     def send(self, source: Tensor) -> tuple[Tensor, Any]:
-        # torch's cache of pinned memory reuses a block only after the copies that use it.
-        host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        host = self._pool.empty_like(source)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             host.copy_(source, non_blocking=True)
@@ -68,17 +74,31 @@ class HostLane:
         pass
 
 
-class HostCopies:
-    """Tensors that are copied from the device to the host and read there."""
+def host_copies(plan: Plan, *, device: torch.device) -> "HostCopies | None":
+    """Return the host memory of a plan's states; None if they are all on the device."""
+    return HostCopies(device, keeps_grads=plan.offload_update == "device") if plan.offload_states else None
 
-    def __init__(self, device: torch.device) -> None:
-        self.pinned = device.type == "cuda"
+
+class HostCopies:
+    """Host memory for states: what is in it, and the copies to and from it.
+
+    keeps_grads   gradients stay on the device, through which the update passes the states (streamed_update.py)
+    """
+
+    def __init__(self, device: torch.device, *, keeps_grads: bool) -> None:
+        self.device = device
+        self.keeps_grads = keeps_grads
         self._lane = lane_of(device)
+        self._loads = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         # Sources are held until the copies are done: the allocator would reuse their memory.
         self._in_flight: list[tuple[Tensor, Any]] = []
 
     def zeros(self, size: int, *, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(size, dtype=dtype, pin_memory=self.pinned)
+        if self._loads is None or not size:
+            return torch.zeros(size, dtype=dtype)
+        return pinned_zeros(size * dtype.itemsize).view(dtype)
+
+    # Gradients that are read on the host
 
     def fetch(self, source: Tensor) -> Tensor:
         """Start to copy a tensor of the device; the copy that is returned may be read after `land`."""
@@ -89,6 +109,40 @@ class HostCopies:
     def land(self) -> None:
         """Wait for all copies that were started by `fetch`."""
         for _, event in self._in_flight:
-            if isinstance(event, torch.cuda.Event):
-                event.synchronize()
+            self.settle(event)
         self._in_flight.clear()
+
+    # Slices that are gathered
+
+    @contextmanager
+    def loading(self, *, after: Any) -> Iterator[None]:
+        """Copy from host memory in this block while the device computes; after an update's event, unless None."""
+        if self._loads is None:
+            yield
+            return
+        # The compute stream may still use the memory that is copied to, for what was there before.
+        self._loads.wait_stream(torch.cuda.current_stream(self.device))
+        if after is not None:
+            self._loads.wait_event(after)
+        with torch.cuda.stream(self._loads):
+            yield
+
+    def arrival(self, then: Work | None) -> Work:
+        """Return what is waited for until everything that was loaded so far is there, and `then` is done."""
+        event = None if self._loads is None else self._loads.record_event()
+        return _Arrival(self._lane, event, then or DONE)
+
+    def settle(self, update: Any) -> None:
+        """Wait until an update, or a copy, has written host memory."""
+        if isinstance(update, torch.cuda.Event):
+            update.synchronize()
+
+
+class _Arrival:
+    def __init__(self, lane: Lane, event: Any, then: Work) -> None:
+        self._lane, self._event, self._then = lane, event, then
+
+    def wait(self) -> None:
+        self._then.wait()
+        if self._event is not None:
+            self._lane.wait(self._event)

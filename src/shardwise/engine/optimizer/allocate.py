@@ -53,19 +53,20 @@ def move_states(optimizer: Optimizer, *, release_memory: Callable[[], None]) -> 
     release_memory()
 
 
-def suit_devices(optimizer: Optimizer) -> None:
-    """Let the optimizer's options and step counts suit the devices on which its parameters lie by now.
+def suit_devices(optimizer: Optimizer, *, device: torch.device | None) -> None:
+    """Let the optimizer's options and step counts suit the device of the update; None: each parameter's own device.
 
-    As where torch loads a state, a step count that kernels read is on their device. Parameters in host memory are
-    stepped there, for which capturable kernels and a rate on a GPU are no use: torch refuses both.
+    As where torch loads a state, a step count that kernels read is on their device. For parameters that are stepped in
+    host memory, capturable kernels and a rate on a GPU are no use: torch refuses both.
     """
     with unguarded():
         for group in optimizer.param_groups:
-            if group.get("capturable") and any(parameter.device.type == "cpu" for parameter in group["params"]):
+            stepped_on = {(device or parameter.device).type for parameter in group["params"]}
+            if group.get("capturable") and "cpu" in stepped_on:
                 group["capturable"], group["lr"] = False, float(group["lr"])
             if not (group.get("capturable") or group.get("fused")):
                 continue
             for parameter in group["params"]:
                 state = optimizer.state.get(parameter, {})
                 if isinstance(state.get("step"), Tensor):
-                    state["step"] = state["step"].to(parameter.device)
+                    state["step"] = state["step"].to(device or parameter.device)

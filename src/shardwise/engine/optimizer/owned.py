@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.comm.agreement import agree, meet
+from shardwise.engine.core.closure import StepClosure
 from shardwise.engine.core.core import Core
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.optimizer_slices import OptimizerSlices
 from shardwise.engine.core.step_errors import not_reduced_yet
+from shardwise.engine.offload.streamed_update import StreamedUpdate, check_streamed
 from shardwise.engine.optimizer.allocate import suit_devices
 from shardwise.engine.optimizer.known import (
     Stepped,
@@ -51,6 +53,7 @@ class OwnedParameters(OptimizerSlices):
     def __init__(self, core: Core, *, any_optimizer: bool) -> None:
         super().__init__(core)
         self.matrices = OwnedMatrices(core)
+        self.streamed = StreamedUpdate(core)
         self.limit_seconds = 60.0
         self.numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._num_adopted = 0
@@ -69,6 +72,7 @@ class OwnedParameters(OptimizerSlices):
         """Use the core of the model's new plan."""
         self.core = core
         self.matrices = OwnedMatrices(core)
+        self.streamed = StreamedUpdate(core)
 
     def cover(self, flat: FlatParams, index: int, parameter: nn.Parameter) -> None:
         super().cover(flat, index, parameter)
@@ -103,7 +107,7 @@ class OwnedParameters(OptimizerSlices):
             for number, parameter in enumerate(group["params"]):
                 stepped[id(parameter)] = Stepped(sharded=now is not None and now[number], dtype=parameter.dtype)
         flat = self._flats[0]
-        verdicts = judge(optimizer, stepped=stepped, device=flat.master.device)
+        verdicts = judge(optimizer, stepped=stepped, device=flat.stepped_on)
         if any(needs_owner(verdict, alignment=flat.alignment) for verdict in verdicts.values()):
             raise InvalidPlan(
                 f"{name_of(optimizer)} looks at more than an element in its update, and under this plan it would step "
@@ -139,6 +143,7 @@ class OwnedParameters(OptimizerSlices):
 
         def describe() -> str:
             check_optimizer(optimizer, stepped=self._stepped)
+            check_streamed(optimizer, plan=self.core.plan)
             owned.extend(self._to_own(optimizer))
             return "\n".join((describe_optimizer(optimizer, names=self._names), *(f"OWNED {name}" for name in owned)))
 
@@ -151,7 +156,7 @@ class OwnedParameters(OptimizerSlices):
         if self._any_optimizer or not self._flats:
             return []
         flat = self._flats[0]
-        verdicts = judge(optimizer, stepped=self._stepped, device=flat.master.device, first_group=first_group)
+        verdicts = judge(optimizer, stepped=self._stepped, device=flat.stepped_on, first_group=first_group)
         check_reach(optimizer, verdicts=verdicts)
         found = [
             self._names[key] for key, verdict in verdicts.items() if needs_owner(verdict, alignment=flat.alignment)
@@ -173,7 +178,7 @@ class OwnedParameters(OptimizerSlices):
         optimizer.state.clear()
         super().adopt(optimizer)
         optimizer.state.update(own_states(made, flats=self._flats, matrices=self.matrices.of(optimizer)))
-        suit_devices(optimizer)
+        suit_devices(optimizer, device=self.core.setting.update_device)
         held_weakly = weakref.ref(optimizer)
         optimizer.add_param_group = partial(self._add_param_group, held_weakly)  # type: ignore[method-assign]
         optimizer.state_dict = partial(self._state_dict, held_weakly)  # type: ignore[method-assign]
@@ -271,6 +276,7 @@ class OwnedParameters(OptimizerSlices):
         assert optimizer is not None
         if not set_to_none:
             self.matrices.zero_grads(optimizer)
+            self.streamed.wait()
         super()._zero_grad(held, set_to_none)
 
     def _state_dict(self, held: "weakref.ref[Optimizer]") -> dict[str, Any]:
@@ -279,6 +285,7 @@ class OwnedParameters(OptimizerSlices):
         assert optimizer is not None
         if any(flat.placement.optim is SHARDED for flat in self._flats):
             meet("optimizer.state_dict", limit_seconds=self.limit_seconds)
+        self.streamed.settle()
         states = unsharded_states(optimizer, flats=self._flats, matrices=self.matrices.of(optimizer))
         return numbered_state(optimizer, states=states, names=self.group_names[optimizer])
 
@@ -286,6 +293,7 @@ class OwnedParameters(OptimizerSlices):
         """Load this rank's slices of full states, given by torch's numbers or by full names."""
         optimizer = held()
         assert optimizer is not None
+        self.streamed.settle()
         states = named_states(state_dict, groups=self.group_names[optimizer])
         own = own_states(states, flats=self._flats, matrices=self.matrices.of(optimizer))
         load_numbered(optimizer, state_dict, states=states, own=own, names=self.group_names[optimizer])
@@ -297,3 +305,8 @@ class OwnedParameters(OptimizerSlices):
             raise foreign_scaler()
         self.matrices.begin_step(optimizer)
         super().before_step(optimizer)
+        self.streamed.begin_step(optimizer)
+
+    def _end_step(self, optimizer: Optimizer, closure: StepClosure) -> None:
+        self.streamed.end_step(optimizer)
+        super()._end_step(optimizer, closure)

@@ -66,6 +66,6 @@ def _needs_less(engine: Engine, plan: Plan, *, now: int | None) -> bool:
     if now is None or states is None or states <= _LESS * now:
         return True
     before = engine.plan
-    keeps_less = plan.offload_activations and not before.offload_activations
+    keeps_less = bool(plan.offload_activations) and not before.offload_activations
     keeps_less |= _RECOMPUTES.index(plan.recompute) > _RECOMPUTES.index(before.recompute)
     return keeps_less and states <= now / _LESS

@@ -96,7 +96,7 @@ class _GradsBefore:
             with unguarded():
                 for index, parameter in enumerate(flat.params):
                     parameter.grad = self._shown.get(parameter)
-                    if flat.shows_grads and flat.master is not flat.full:
+                    if flat.shows_grads and flat.is_separate:
                         flat.shown[index] = parameter.grad
             for part in flat.owned:
                 if part.parameter in self._owned:

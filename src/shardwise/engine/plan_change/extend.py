@@ -153,7 +153,7 @@ class _Extension:
         engine.owned.rewrite()
         for optimizer in engine.owned.group_names:
             # Its groups hold the new slices by now.
-            suit_devices(optimizer)
+            suit_devices(optimizer, device=engine.core.setting.update_device)
         engine.attach()
 
     def _flats_of(self, unit: Unit, params: tuple[TensorSpec, ...]) -> list[FlatParams]:
@@ -182,7 +182,7 @@ class _Extension:
 
     def _make(self, spec: FlatSpec, *, unit: Unit) -> FlatParams:
         params = [self._parameters[param.name] for param in spec.params]
-        flat = make_flat(params, spec=spec, placement=unit.placement, setting=self._engine.core.setting)
+        flat = make_flat(params, unit=unit.name, spec=spec, placement=unit.placement, setting=self._engine.core.setting)
         flat.lay_out()
         return flat
 

@@ -24,7 +24,8 @@ from shardwise.engine.guards.guard import wake
 from shardwise.engine.guards.guards import Guards
 from shardwise.engine.guards.resting_units import guard_units
 from shardwise.engine.last_issued import write_records_of
-from shardwise.engine.offload.transfer import HostCopies
+from shardwise.engine.offload.streamed_update import check_streamed
+from shardwise.engine.offload.transfer import host_copies
 from shardwise.engine.optimizer.allocate import suit_devices
 from shardwise.engine.plan_change.reshard import StatesAndGrads, move, states_and_grads
 from shardwise.errors import InvalidModel, InvalidPlan
@@ -65,7 +66,7 @@ def replan(model: nn.Module, plan: Plan) -> None:
         groups=mesh_groups(mesh),
         collectives=engine.collectives,
         device=engine.device,
-        host=HostCopies(engine.device) if plan.offload_states else None,
+        host=host_copies(plan, device=engine.device),
         tape=engine.tape,
         passes=engine.core.passes,
     )
@@ -78,7 +79,7 @@ def replan(model: nn.Module, plan: Plan) -> None:
         engine.handles = [model.register_forward_pre_hook(_refuse)]
         raise
     for optimizer in engine.owned.group_names:
-        suit_devices(optimizer)
+        suit_devices(optimizer, device=setting.update_device)
     for captured in list(engine.captured):
         captured.follow_plan()
 
@@ -114,6 +115,7 @@ def describe_replan(engine: Engine, *, plan: Plan, mesh: Mesh) -> str:
     }
     for optimizer in engine.owned.group_names:
         engine.owned.check(optimizer, sharded=sharded)
+        check_streamed(optimizer, plan=plan)
     _settle(engine)
     return "\n".join(f"{name} = {value}" for name, value in plan.to_dict().items())
 
@@ -151,7 +153,9 @@ def _swap_buffers(engine: Engine, model: nn.Module, *, setting: CoreSetting, oth
     for unit_spec in _smaller_first(before, placements=placements, setting=setting):
         unit, flats[unit_spec.name] = before.units[unit_spec.name], []
         for old in unit.flats:
-            new = make_flat(list(old.params), spec=old.spec, placement=placements[unit.name], setting=setting)
+            new = make_flat(
+                list(old.params), unit=unit.name, spec=old.spec, placement=placements[unit.name], setting=setting
+            )
             new.lay_out()
             move(engine, numbers[id(old)], new, others=others)
             flats[unit.name].append(new)

@@ -157,4 +157,4 @@ def _load_optimizer_state(engine: Engine, optimizer: Optimizer, state: Mapping[s
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
     optimizer.state.update(own)
-    suit_devices(optimizer)
+    suit_devices(optimizer, device=engine.core.setting.update_device)

@@ -22,6 +22,7 @@ class StepContext:
     broadcasts, scales   at the start of each forward: buffers of rank 0, and scales of weights that are gathered in fp8
     reduces       whether this pass reduces its gradients, or keeps them for a later pass
     alone         whether this rank is the only one of the job; `alone_on_shard`: the only one on its shard axis
+    on_host       units whose slices come from host memory, so that even a rank alone waits for a gather
     """
 
     placements: Mapping[str, Placement]
@@ -43,6 +44,7 @@ class StepContext:
     reduces_in_flight: int
     alone: bool
     alone_on_shard: bool
+    on_host: frozenset[str]
 
     @property
     def at_start(self) -> tuple[Operation, ...]:
@@ -59,6 +61,10 @@ class StepContext:
 
     def _gather(self, unit: str, num_bytes: int) -> Operation:
         return Operation(kind=Kind.GATHER, subject=unit, num_bytes=num_bytes, is_local=self.alone_on_shard)
+
+    def is_at_once(self, unit: str) -> bool:
+        """Return whether a gather of the unit needs no wait: it is a copy on this rank's device."""
+        return self.alone_on_shard and unit not in self.on_host
 
     def reduce(self, bucket: Bucket) -> Operation:
         """Return the reduce of a bucket: over the shard axis if its gradients are sharded, else over all ranks."""

@@ -53,7 +53,7 @@ LEARNING = Rules(
 def on_demand(unit: str, context: StepContext) -> tuple[Operation, ...]:
     """Return the operations that gather a unit that is needed now."""
     gather = context.gather(unit)
-    return (gather,) if gather.is_local else (gather, Operation(kind=Kind.WAIT_GATHER, subject=unit))
+    return (gather,) if context.is_at_once(unit) else (gather, Operation(kind=Kind.WAIT_GATHER, subject=unit))
 
 
 def catch_up(

@@ -155,8 +155,8 @@ def _wanted(unit: str, coming: tuple[str, ...], context: StepContext) -> list[st
 
 
 def _under_way(gathered: Iterable[str], context: StepContext) -> set[str]:
-    """Return the gathered units that must be waited for: none if the gather is a copy on this rank."""
-    return set() if context.alone_on_shard else set(gathered)
+    """Return the gathered units that must be waited for."""
+    return {unit for unit in gathered if not context.is_at_once(unit)}
 
 
 def _moved(kind: Kind, unit: str, num_bytes: int, context: StepContext) -> Operation:

@@ -61,8 +61,8 @@ def test_true_and_false_are_on_and_off_and_auto_is_the_default() -> None:
     [
         ({"precision": "fp16"}, "with precision = 'fp16' a step waits for the device"),
         ({"dynamic": True}, "with dynamic = true a step waits for the device"),
-        ({"offload_states": True}, "with offload_states = true a step waits for the device"),
-        ({"offload_activations": True}, "offload_activations = true"),
+        ({"offload_states": True}, "with offload_states a step waits for the device"),
+        ({"offload_activations": True}, "offload_activations"),
         ({"collectives": "ring"}, "collectives = 'ring'"),
         ({"owned": ("*",)}, "parameters that one rank owns get new memory in each update"),
         ({}, ""),

@@ -44,7 +44,7 @@ def make(
             device=cpu,
             groups=groups_of(Mesh(shard=num_ranks), rank=rank),
             collectives=peers.rank(rank),
-            host=HostCopies(cpu) if offloads else None,
+            host=HostCopies(cpu, keeps_grads=False) if offloads else None,
         )
         # Masters of sharded parameters are there before any full buffer is.
         assert flat.master.numel()

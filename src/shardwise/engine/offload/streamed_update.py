@@ -1,0 +1,272 @@
+"""Updates of states that live in host memory, computed by the device.
+
+A step of the optimizer updates what is on the device as ever. Then masters and optimizer state pass through the device,
+one chunk after the other: in, updated by the optimizer's own code, out again. The three happen at the same time, each
+to another chunk, and while the device computes the next forward: a unit's update is waited for where the unit is
+gathered next. Each element is updated by the same operations as on the device, so the results are the same bits.
+"""
+
+import inspect
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.engine.core.core import Core
+from shardwise.engine.core.flat import FlatParams, set_grad
+from shardwise.engine.core.flat_buffers import Owned
+from shardwise.engine.optimizer.known import ELEMENTWISE, name_of
+from shardwise.errors import InvalidPlan
+from shardwise.plan import Plan
+from shardwise.program.chunks import CHUNK_ELEMENTS, NUM_SLOTS
+
+
+def check_streamed(optimizer: Optimizer, *, plan: Plan) -> None:
+    """Refuse an optimizer whose update of a part of a parameter may differ from that part of its update."""
+    if plan.offload_states and plan.offload_update == "device" and type(optimizer) not in ELEMENTWISE:
+        raise InvalidPlan(
+            f"offload_states with {name_of(optimizer)}: only torch's own elementwise optimizers can update states that "
+            "pass through the device in parts; set offload_update = 'host'"
+        )
+
+
+@dataclass(slots=True)
+class _Piece:
+    """The elements `start` to `stop` of a flat's slice: all of an owned part, or some. `is_last`: the end of it."""
+
+    part: Owned
+    grad: Tensor
+    start: int
+    stop: int
+    is_last: bool
+
+
+@dataclass(slots=True)
+class _Slot:
+    """Memory on the device for one chunk. `sent`: when it was copied to the host; until then it holds `kept`."""
+
+    buffers: dict[tuple[str, torch.dtype], Tensor] = field(default_factory=dict)
+    sent: Any = None
+    kept: Any = None
+
+    def room(self, name: str, size: int, *, like: Tensor, device: torch.device, largest: int) -> Tensor:
+        place = (name, like.dtype)
+        if place not in self.buffers or self.buffers[place].numel() < size:
+            self.buffers[place] = torch.empty(largest, dtype=like.dtype, device=device)
+        return self.buffers[place][:size]
+
+
+class StreamedUpdate:
+    """The updates of one core's states in host memory."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._device = core.setting.device
+        self._slots = [_Slot() for _ in range(NUM_SLOTS)]
+        self._streams = _Streams(self._device)
+        # The state of each flat, laid out as its master is: optimizer.state holds views of it.
+        self._states: weakref.WeakKeyDictionary[FlatParams, dict[str, Tensor]] = weakref.WeakKeyDictionary()
+        self._taken: list[tuple[FlatParams, Owned, Tensor]] = []
+        self._largest = 0
+        core.events.values_read.append(lambda announced: self.settle())
+
+    @property
+    def flats(self) -> list[FlatParams]:
+        """The flats whose states pass through the device."""
+        return [flat for flat in self._core.flats if flat.host is not None and flat.host.keeps_grads]
+
+    def settle(self) -> None:
+        """Wait until all updates have written host memory, before anything reads it there."""
+        for flat in self.flats:
+            flat.settle()
+
+    def wait(self) -> None:
+        """Let the device wait until updates no longer read gradients."""
+        for flat in self.flats:
+            self._streams.wait(None, flat.update)
+
+    def begin_step(self, optimizer: Optimizer) -> None:
+        """Take the gradients of what lives in host memory, which the optimizer's own step then leaves alone."""
+        self._give_back()
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for flat in self._in_order_of_use():
+            for part in flat.owned:
+                grad = part.parameter.grad
+                if grad is not None and id(part.parameter) in stepped:
+                    self._taken.append((flat, part, grad))
+                    part.parameter.grad = None
+
+    def _in_order_of_use(self) -> list[FlatParams]:
+        calls = {unit: place for place, unit in enumerate(dict.fromkeys(self._core.spec.call_order))}
+        of_unit = {id(flat): unit.name for unit in self._core.units.values() for flat in unit.flats}
+        return sorted(self.flats, key=lambda flat: calls.get(of_unit.get(id(flat), ""), len(calls)))
+
+    def _give_back(self) -> None:
+        for _, part, grad in self._taken:
+            if part.parameter.grad is None:
+                set_grad(part.parameter, grad)
+        self._taken = []
+
+    @torch.no_grad()
+    def end_step(self, optimizer: Optimizer) -> None:
+        """Begin the updates of what lives in host memory."""
+        if not self._taken:
+            return
+        self._streams.follow_compute()
+        self._largest = min(CHUNK_ELEMENTS, max(flat.layout.slice_elements for flat in self.flats))
+        by_flat: dict[FlatParams, list[tuple[Owned, Tensor]]] = {}
+        for flat, part, grad in self._taken:
+            by_flat.setdefault(flat, []).append((part, grad))
+        for flat, parts in by_flat.items():
+            self._stream(flat, parts, optimizer=optimizer)
+        self._give_back()
+
+    def _stream(self, flat: FlatParams, parts: Sequence[tuple[Owned, Tensor]], *, optimizer: Optimizer) -> None:
+        before, sent = flat.update, None
+        for chunk in _chunks(parts, largest=self._largest):
+            slot = self._slots[0]
+            self._slots = [*self._slots[1:], slot]
+            sent = self._update(flat, chunk, slot=slot, after=before, optimizer=optimizer)
+        flat.update, flat.in_use = sent, [grad for _, grad in parts]
+
+    def _update(
+        self, flat: FlatParams, chunk: Sequence[_Piece], *, slot: _Slot, after: Any, optimizer: Optimizer
+    ) -> Any:
+        """Bring a chunk in, update it and send it out; return the event of its end."""
+        streams, first, last = self._streams, chunk[0].start, chunk[-1].stop
+        master = flat.host_master[first:last]
+        here = self._room(slot, "master", master)
+        with streams.on("bring"):
+            streams.wait("bring", slot.sent)
+            streams.wait("bring", after)
+            here.copy_(master, non_blocking=True)
+            stand_in = self._stand_in(chunk, here, first=first, slot=slot, optimizer=optimizer)
+            brought = streams.record("bring")
+        with streams.on("step"):
+            streams.wait("step", brought)
+            inspect.unwrap(type(optimizer).step)(stand_in)
+            cast = self._room(slot, "staged", flat.staged[first:last]).copy_(here) if flat.is_staged else None
+            stepped = streams.record("step")
+        with streams.on("send"):
+            streams.wait("send", stepped)
+            master.copy_(here, non_blocking=True)
+            if cast is not None:
+                flat.staged[first:last].copy_(cast, non_blocking=True)
+            self._send_states(flat, chunk, stand_in, optimizer=optimizer)
+            slot.sent = streams.record("send")
+        slot.kept = stand_in
+        return slot.sent
+
+    def _room(self, slot: _Slot, name: str, source: Tensor) -> Tensor:
+        return slot.room(name, source.numel(), like=source, device=self._device, largest=self._largest)
+
+    def _stand_in(
+        self, chunk: Sequence[_Piece], here: Tensor, *, first: int, slot: _Slot, optimizer: Optimizer
+    ) -> Optimizer:
+        """Return an optimizer of the same class and options for the pieces of a chunk, with their state."""
+        stand_in: Optimizer = object.__new__(type(optimizer))
+        groups = [{**group, "params": []} for group in optimizer.param_groups]
+        stand_in.__dict__ = {**optimizer.__dict__, "param_groups": groups, "state": defaultdict(dict)}
+        number_of = {id(one): number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
+        for piece in chunk:
+            parameter, offset = piece.part.parameter, piece.start - piece.part.start
+            size = piece.stop - piece.start
+            there = nn.Parameter(here[piece.start - first : piece.stop - first])
+            there.grad = piece.grad[offset : offset + size]
+            stand_in.param_groups[number_of[id(parameter)]]["params"].append(there)
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if not isinstance(value, Tensor):
+                    stand_in.state[there][key] = value
+                elif value.shape != parameter.shape:
+                    # The optimizer counts up the number of the last piece; earlier ones count for themselves.
+                    stand_in.state[there][key] = value if piece.is_last else value.clone()
+                else:
+                    all_of_it = slot.room(key, here.numel(), like=value, device=self._device, largest=self._largest)
+                    room = all_of_it[piece.start - first : piece.stop - first]
+                    stand_in.state[there][key] = room.copy_(value[offset : offset + size], non_blocking=True)
+        return stand_in
+
+    def _send_states(
+        self, flat: FlatParams, chunk: Sequence[_Piece], stand_in: Optimizer, *, optimizer: Optimizer
+    ) -> None:
+        """Copy the state of a chunk's pieces to the host, into memory laid out as the master."""
+        pieces = iter([parameter for group in stand_in.param_groups for parameter in group["params"]])
+        number_of = {id(one): number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
+        # The stand-in has the pieces group by group.
+        for piece in sorted(chunk, key=lambda piece: number_of[id(piece.part.parameter)]):
+            parameter, there = piece.part.parameter, next(pieces)
+            state = stand_in.state[there]
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.shape == there.shape:
+                    self._host_state(flat, key, value)[piece.start : piece.stop].copy_(value, non_blocking=True)
+            if piece.is_last:
+                # Until here, the other pieces of the part were to find the state from before the step.
+                optimizer.state[parameter] = {
+                    key: self._states[flat][key][piece.part.start : piece.part.stop]
+                    if isinstance(value, Tensor) and value.shape == there.shape
+                    else value
+                    for key, value in state.items()
+                }
+
+    def _host_state(self, flat: FlatParams, key: str, value: Tensor) -> Tensor:
+        """Return host memory for a state of a flat's parameters."""
+        assert flat.host is not None
+        states = self._states.setdefault(flat, {})
+        if key not in states:
+            states[key] = flat.host.zeros(flat.host_master.numel(), dtype=value.dtype)
+        return states[key]
+
+
+def _chunks(parts: Sequence[tuple[Owned, Tensor]], *, largest: int) -> Iterator[list[_Piece]]:
+    """Yield pieces of the parts that together reach over at most `largest` elements."""
+    chunk: list[_Piece] = []
+    for part, grad in sorted(parts, key=lambda found: found[0].start):
+        start = part.start
+        while start < part.stop:
+            if chunk and start - chunk[0].start >= largest:
+                yield chunk
+                chunk = []
+            first = chunk[0].start if chunk else start
+            stop = min(part.stop, first + largest)
+            chunk.append(_Piece(part=part, grad=grad, start=start, stop=stop, is_last=stop == part.stop))
+            start = stop
+    if chunk:
+        yield chunk
+
+
+class _Streams:
+    """The streams of bringing, stepping and sending; without a GPU everything happens at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams: dict[str, Any] = {}
+
+    def _stream(self, name: str | None) -> Any:
+        if name is None:
+            return torch.cuda.current_stream(self._device)
+        if name not in self._streams:
+            self._streams[name] = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        return self._streams[name]
+
+    def on(self, name: str) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._stream(name)) if self._device.type == "cuda" else nullcontext()
+
+    def record(self, name: str) -> Any:
+        return self._stream(name).record_event() if self._device.type == "cuda" else True
+
+    def wait(self, name: str | None, event: Any) -> None:
+        """Let a stream (None: that of the computation) wait for an event, if there is one."""
+        if event is not None and self._device.type == "cuda":
+            self._stream(name).wait_event(event)
+
+    def follow_compute(self) -> None:
+        """Let the streams wait for what is computed so far: gradients, and memory that is used again."""
+        if self._device.type == "cuda":
+            for name in ("bring", "step", "send"):
+                self._stream(name).wait_stream(self._stream(None))
