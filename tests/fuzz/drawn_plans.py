@@ -31,6 +31,7 @@ VALUES: dict[str, list[Any]] = {
     "recompute": ["none", "full", "selective"],
     "offload_activations": [False, True],
     "offload_states": [False, True],
+    "offload_update": ["device", "host"],
     "prefetch": [1, 0, 3],
     "reduces_in_flight": [1, 2],
     "bucket_bytes": [25 * 2**20, 1, 100],
@@ -86,6 +87,9 @@ def draw_plan(
         plan["mesh"] = [num_ranks, 1] if random.random() < 0.5 else [1, num_ranks]
     if random.random() < 0.1 and "offload_states" not in plan:
         plan["owned"] = [_OWNED]
+    for name in ("offload_states", "offload_activations"):
+        if plan.get(name) and random.random() < 0.5:
+            plan[name] = [random.choice(["(root)", *patterns])]
     if random.random() < 0.1:
         plan["uncaptured"] = [random.choice(patterns)]
     if random.random() < 0.05:

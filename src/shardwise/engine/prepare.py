@@ -228,7 +228,6 @@ def _description(
     }
     for optimizer in optimizers:
         check_optimizer(optimizer, stepped=stepped)
-        check_streamed(optimizer, plan=plan)
         if not any_optimizer:
             on_host = plan.offload_states and plan.offload_update == "host"
             stepped_on = torch.device("cpu") if on_host else device
@@ -236,6 +235,7 @@ def _description(
             check_reach(optimizer, verdicts=found)
             verdicts |= {name: found[id(p)] for name, p in parameters.items() if id(p) in found}
             _check_owned(optimizer, plan=plan, names=_owned_names(verdicts))
+        check_streamed(optimizer, plan=plan)
         described += "\n" + describe_optimizer(optimizer, names={id(p): name for name, p in parameters.items()})
     described += f"\nslices begin at multiples of {slice_alignment(verdicts)}"
     return described + "".join(f"\nOWNED {name}" for name in _owned_names(verdicts))

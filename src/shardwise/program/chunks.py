@@ -1,7 +1,10 @@
-"""The chunks in which states in host memory pass through the device."""
+"""What passes between device and host memory, in parts, so that the device holds little of it."""
 
 CHUNK_ELEMENTS = 2**25
 """Elements of one chunk, at most."""
 
 NUM_SLOTS = 2
 """Chunks that are on the device at once: one comes in while the other goes out."""
+
+GRADS_IN_FLIGHT = 2
+"""Gradients of flat buffers that are being copied to host memory at once; the device waits for earlier ones."""

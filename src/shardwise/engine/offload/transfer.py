@@ -3,6 +3,7 @@
 Without a GPU a copy is made at once, so that all other code is the same and can be tested anywhere.
 """
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ from torch import Tensor
 from shardwise.comm.collectives import DONE, Work
 from shardwise.engine.offload.pinned import PinnedPool, pinned_zeros
 from shardwise.plan import Plan
+from shardwise.program.chunks import GRADS_IN_FLIGHT
 
 
 class Lane(Protocol):
@@ -91,7 +93,8 @@ class HostCopies:
         self._lane = lane_of(device)
         self._loads = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         # Sources are held until the copies are done: the allocator would reuse their memory.
-        self._in_flight: list[tuple[Tensor, Any]] = []
+        self._in_flight: deque[tuple[Tensor, Any]] = deque()
+        self._last: Any = None
 
     def zeros(self, size: int, *, dtype: torch.dtype) -> Tensor:
         if self._loads is None or not size:
@@ -101,15 +104,20 @@ class HostCopies:
     # Gradients that are read on the host
 
     def fetch(self, source: Tensor) -> Tensor:
-        """Start to copy a tensor of the device; the copy that is returned may be read after `land`."""
-        target, event = self._lane.send(source)
-        self._in_flight.append((source, event))
+        """Start to copy a tensor of the device; the copy that is returned may be read after `land`.
+
+        A few copies are under way at a time, or the device would hold all gradients.
+        """
+        target, self._last = self._lane.send(source)
+        self._in_flight.append((source, self._last))
+        if len(self._in_flight) > GRADS_IN_FLIGHT:
+            _, event = self._in_flight.popleft()
+            self._lane.wait(event)
         return target
 
     def land(self) -> None:
         """Wait for all copies that were started by `fetch`."""
-        for _, event in self._in_flight:
-            self.settle(event)
+        self.settle(self._last)
         self._in_flight.clear()
 
     # Slices that are gathered

@@ -16,11 +16,11 @@ def stepped(device: str, **options: object) -> tuple[torch.optim.Optimizer, nn.P
 def test_step_counts_are_moved_to_the_device_of_kernels_that_read_them() -> None:
     for options, device in (({"capturable": True}, "meta"), ({}, "cpu")):
         optimizer, parameter = stepped("meta", **options)
-        suit_devices(optimizer)
+        suit_devices(optimizer, device=None)
         assert optimizer.state[parameter]["step"].device.type == device
 
 
 def test_parameters_in_host_memory_are_not_stepped_by_capturable_kernels() -> None:
     optimizer, _ = stepped("cpu", capturable=True, lr=torch.tensor(0.5))
-    suit_devices(optimizer)
+    suit_devices(optimizer, device=None)
     assert (optimizer.param_groups[0]["capturable"], optimizer.param_groups[0]["lr"]) == (False, 0.5)

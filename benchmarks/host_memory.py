@@ -1,0 +1,250 @@
+"""Models that need host memory, on one GPU: `python benchmarks/host_memory.py [--cases NAME …]`.
+
+Full fine-tuning by fused AdamW with fp32 masters, bf16 compute and recomputed blocks, with the device limited to a part
+of its memory. Each way runs in a process of its own; the ways of a case alternate (`--rounds`). Writes
+benchmarks/results/host_memory_h200.json after every case; rows of other cases are kept.
+
+    auto                the plan that the planner chooses for the limit
+    host N              ours, with the states of N % of the blocks in host memory
+    host N activations  the same, and what blocks save for backward
+    cpu N               the same as `host N`, updated by the CPU
+    fsdp2               torch's fully_shard with CPUOffloadPolicy, fused AdamW on the CPU
+    deepspeed R         DeepSpeed ZeRO-3 with the optimizer offloaded by the ratio R, where it can be built
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import measuring
+import torch
+import workers
+from torch import Tensor, nn
+from training_case import make_optimizer
+
+import shardwise
+from shardwise import Plan
+from shardwise.engine.prepared.inventory import held_bytes
+from shardwise.hardware import cluster_of
+from shardwise.planner.search.candidates import cost
+from shardwise.sources import Source
+from shardwise.spec import ROOT
+from shardwise.tasks import Task, load_task
+from shardwise.units import unit_modules
+
+WARM_UP = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """`limit_gib`: device memory that may be used; None: all of it."""
+
+    model: str
+    batch: int = 1
+    seq: int = 4096
+    limit_gib: float | None = None
+    num_steps: int = 4
+    ways: tuple[str, ...] = ("auto",)
+
+
+_GRID = tuple(f"host {share}{more}" for share in (0, 25, 50, 100) for more in ("", " activations"))
+CASES = {
+    "Qwen3-4B in 24 GiB": Case(model="qwen3-4b", limit_gib=24, ways=("host 100", "cpu 100", "fsdp2")),
+    "Qwen3-4B in 40 GiB": Case(model="qwen3-4b", limit_gib=40, ways=("host 60", "cpu 60", "fsdp2")),
+    "Llama-8B in 80 GiB": Case(model="llama-3.1-8b", limit_gib=80, ways=("host 50",)),
+    "Qwen3-14B": Case(model="qwen3-14b", num_steps=3, ways=("host 60",)),
+    "SmolLM2-135M, 524,288 tokens": Case(model="smollm2-135m", seq=524288, num_steps=2, ways=("host 0 activations",)),
+    "Qwen3-0.6B, 262,144 tokens": Case(model="qwen3-0.6b", seq=262144, num_steps=2, ways=("host 0 activations",)),
+    "Llama-1B grid": Case(model="llama-3.2-1b", ways=_GRID),
+    "Qwen3-1.7B grid": Case(model="qwen3-1.7b", ways=_GRID),
+    "tiny": Case(model="llama-tiny", seq=64, ways=("host 50", "cpu 100", "fsdp2")),
+}
+
+
+def plan_of(case: Case, way: str) -> Plan:
+    """Return the plan of one of our ways."""
+    kind, share, *more = way.split()
+    units = [name for name in unit_modules(load_task(case.model, seq=case.seq, device="meta").model) if name != ROOT]
+    # The last ones: their updates have the longest time until they are gathered.
+    num_on_host = round(int(share) / 100 * len(units))
+    return Plan(
+        strategy="fsdp",
+        precision="bf16",
+        recompute="full",
+        capture="off",
+        offload_states=True if share == "100" else tuple(units[len(units) - num_on_host :]),
+        offload_activations=bool(more),
+        offload_update="host" if kind == "cpu" else "device",
+    )
+
+
+def step_of(case: Case, way: str, *, device: str) -> tuple[Callable[[], Tensor], Any, Any]:
+    """Set up one way; return its step, and the prepared model and optimizer if they are ours."""
+    torch.manual_seed(0)
+    task = load_task(case.model, seq=case.seq, device="meta")
+    batch = tuple(torch.randint(200, one.shape, device=device) for one in task.make_batch(case.batch))
+    model, ours = task.model.train(), way not in ("fsdp2",) and not way.startswith("deepspeed")
+    if way.startswith("deepspeed"):
+        return deepspeed_step(task, batch, ratio=float(way.split()[1])), None, None
+    if ours:
+        optimizer = make_optimizer("adamw-fused", model)
+        shardwise.prepare(model, optimizer, plan_of(case, way), device=device)
+    else:
+        shard_by_torch(model, device=device)
+        optimizer = make_optimizer("adamw-fused", model)
+
+    def step() -> Tensor:
+        loss = task.loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step, *((model, optimizer) if ours else (None, None))
+
+
+def fill(model: nn.Module) -> None:
+    """Give a model on the meta device memory on the host, and any values."""
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0 if parameter.dim() == 1 else 0.01)
+
+
+def recompute_blocks(model: nn.Module) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+    blocks = [module for name, module in unit_modules(model).items() if name != ROOT]
+    apply_activation_checkpointing(model, check_fn=lambda module: any(module is block for block in blocks))
+
+
+def shard_by_torch(model: nn.Module, *, device: str) -> None:
+    """The same units by fully_shard, with parameters, gradients and optimizer state in host memory."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    fill(model)
+    for buffer in model.buffers():
+        buffer.zero_()
+    recompute_blocks(model)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    offload = CPUOffloadPolicy(pin_memory=device != "cpu")
+    for name, module in unit_modules(model).items():
+        if name != ROOT:
+            fully_shard(module, mp_policy=policy, offload_policy=offload)
+    fully_shard(model, mp_policy=policy, offload_policy=offload)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module.register_buffer(name, buffer.to(device), persistent=False)
+
+
+def deepspeed_step(task: Task, batch: tuple[Tensor, ...], *, ratio: float) -> Callable[[], Tensor]:
+    """ZeRO-3 as its documentation sets it up for one GPU: optimizer in pinned host memory, its part `ratio`."""
+    import deepspeed
+
+    fill(task.model)
+    recompute_blocks(task.model)
+    pinned = {"device": "cpu", "pin_memory": True}
+    settings = {
+        "train_micro_batch_size_per_gpu": batch[0].shape[0],
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {**pinned, "ratio": ratio},
+            "offload_param": pinned,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+        },
+    }
+    engine, *_ = deepspeed.initialize(model=task.model, config=settings)
+
+    def step() -> Tensor:
+        loss = task.loss(engine, batch)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return step
+
+
+def predicted(case: Case, way: str) -> dict[str, Any]:
+    """Return what the planner says of one of our ways."""
+    plan = replace(plan_of(case, way), micro_batch=case.batch)
+    spec = Source(case.model, seq=case.seq).spec_for(plan)
+    found = cost(spec, plan=plan, cluster=cluster_of("1xh200"), optimizer="adamw-fused")
+    seconds = None if found.time is None else found.time.step_seconds
+    memory = found.memory
+    return {
+        "step_seconds": seconds,
+        "allocated_bytes": memory.allocated_bytes,
+        "host_bytes": getattr(memory, "host_bytes", 0),
+    }
+
+
+def measure(case: Case, way: str, *, device: str) -> dict[str, Any]:
+    """Run the steps of one way; return times and peaks."""
+    if case.limit_gib is not None and device == "cuda":
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(case.limit_gib * 2**30 / total)
+    with measuring.job(device):
+        began = time.perf_counter()
+        step, model, optimizer = step_of(case, way, device=device)
+        prepared_seconds = time.perf_counter() - began
+        losses, seconds = [], []
+        for number in range(WARM_UP + case.num_steps):
+            if number == WARM_UP and device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            began = time.perf_counter()
+            losses.append(step())
+            if device == "cuda":
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - began)
+        row = {
+            "prepared_seconds": prepared_seconds,
+            "step_seconds": statistics.median(seconds[WARM_UP:]),
+            "all_seconds": seconds,
+            "losses": [loss.item() for loss in losses],
+            **(measuring.peaks() if device == "cuda" else {}),
+        }
+        if model is not None:
+            row["host_bytes"] = held_bytes(model, optimizer)["host"]
+        return row
+
+
+def here(name: str) -> None:
+    case_name, way = name.split("|")
+    case, device = CASES[case_name], "cuda" if torch.cuda.is_available() else "cpu"
+    row = measure(case, way, device=device)
+    told = {"case": case_name, "way": way, "measured": row}
+    if way.split()[0] in ("host", "cpu", "auto"):
+        told["predicted"] = predicted(case, way)
+    workers.tell(told)
+
+
+def main() -> None:
+    given = measuring.options(__doc__, cases=list(CASES)[:4], ways=[], rounds=1, here="", out=None)
+    if given.here:
+        here(given.here)
+        return
+    names = [
+        f"{case}|{way}" for _ in range(given.rounds) for case in given.cases for way in given.ways or CASES[case].ways
+    ]
+    out = given.out or measuring.RESULTS / "host_memory_h200.json"
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for _, rows in workers.in_processes(__file__, names, limit_seconds=400):
+        for row in rows:
+            key = (row["case"], row["way"])
+            again = found.setdefault(key, row)
+            if again is not row:
+                again["measured"]["all_seconds"] += row["measured"]["all_seconds"][WARM_UP:]
+                again["measured"]["step_seconds"] = statistics.median(again["measured"]["all_seconds"][WARM_UP:])
+            measuring.show(f"{row['case']}, {row['way']}", {**row["measured"], "losses": None, "all_seconds": None})
+            if "predicted" in row:
+                measuring.show("    predicted", row["predicted"])
+            measuring.replace_rows(out, [again], key=lambda one: (one["case"], one["way"]))
+
+
+if __name__ == "__main__":
+    main()
