@@ -5,11 +5,13 @@ with CUDA afterwards is as fast, and is there ten times as soon.
 """
 
 import mmap
-import weakref
+from collections import defaultdict
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class _Registered(mmap.mmap):
@@ -22,8 +24,7 @@ class _Registered(mmap.mmap):
             torch.cuda.cudart().cudaHostUnregister(self.address)  # type: ignore[no-untyped-call]
 
 
-def pinned_zeros(num_bytes: int) -> Tensor:
-    """Return zeros in pinned memory, as bytes."""
+def _pinned(num_bytes: int) -> _Registered:
     memory = _Registered(-1, num_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -33,41 +34,43 @@ def pinned_zeros(num_bytes: int) -> Tensor:
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     torch.cuda.check_error(int(cudart.cudaHostRegister(found.data_ptr(), num_bytes, 0)))
     memory.address = found.data_ptr()
-    return found
+    return memory
 
 
-# A free block is used for less than it holds, down to this part of it.
-_LEAST_PART = 0.8
+def pinned_zeros(num_bytes: int) -> Tensor:
+    """Return zeros in pinned memory, as bytes."""
+    return torch.frombuffer(_pinned(num_bytes), dtype=torch.uint8)
 
 
 class PinnedPool:
-    """Pinned memory for copies that all happen in one order: a block may be written again once nobody refers to it."""
+    """Pinned memory for copies that all happen in one order: a block may be written again once no tensor uses it."""
 
-    def __init__(self, make: Callable[[int], Tensor] = pinned_zeros) -> None:
+    def __init__(self, make: Callable[[int], Any] = _pinned) -> None:
         self._make = make
-        self._free: list[Tensor] = []
-        self.num_bytes = 0
+        # By size: a block, and the storage that lies in it or lay there last.
+        self._blocks: defaultdict[int, list[tuple[Any, StorageWeakRef]]] = defaultdict(list)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(size * len(blocks) for size, blocks in self._blocks.items())
 
     def empty_like(self, source: Tensor) -> Tensor:
-        """Return memory of the form of `source`, which comes back to the pool when the tensor is no longer used."""
-        size = source.nbytes
-        fitting = [block for block in self._free if _LEAST_PART * block.numel() <= size <= block.numel()]
-        if fitting:
-            block = min(fitting, key=Tensor.numel)
-            self._free = [other for other in self._free if other is not block]
-        else:
-            self._trim()
-            block = self._make(size)
-            self.num_bytes += size
-        found = block[:size].view(source.dtype).view(source.shape)
-        weakref.finalize(found, self._free_again, block).atexit = False
+        """Return memory of the form of `source`, which is free again when no tensor uses it."""
+        blocks = self._blocks[source.nbytes]
+        free = next((place for place, (_, user) in enumerate(blocks) if _is_over(user)), None)
+        if free is None:
+            self._drop_other_sizes(source.nbytes)
+        memory = self._make(source.nbytes) if free is None else blocks.pop(free)[0]
+        found = torch.frombuffer(memory, dtype=source.dtype).view(source.shape)
+        blocks.append((memory, StorageWeakRef(found.untyped_storage())))  # type: ignore[no-untyped-call]
         return found
 
-    def _free_again(self, block: Tensor) -> None:
-        self._free.append(block)
+    def _drop_other_sizes(self, size: int) -> None:
+        """Give up free blocks of other sizes before more memory is taken: shapes have changed."""
+        for other, blocks in self._blocks.items():
+            if other != size and all(_is_over(user) for _, user in blocks):
+                blocks.clear()
 
-    def _trim(self) -> None:
-        """Give up what is free where that is most of it: sizes have changed."""
-        if 2 * sum(block.numel() for block in self._free) > self.num_bytes:
-            self.num_bytes -= sum(block.numel() for block in self._free)
-            self._free = []
+
+def _is_over(storage: StorageWeakRef) -> bool:
+    return bool(storage.expired())  # type: ignore[no-untyped-call]

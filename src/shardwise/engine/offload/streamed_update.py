@@ -160,7 +160,8 @@ class StreamedUpdate:
                 flat.staged[first:last].copy_(cast, non_blocking=True)
             self._send_states(flat, chunk, stand_in, optimizer=optimizer)
             slot.sent = streams.record("send")
-        slot.kept = stand_in
+        # Not the gradients, which are kept only until the device waits for the update.
+        slot.kept = list(stand_in.state.values())
         return slot.sent
 
     def _room(self, slot: _Slot, name: str, source: Tensor) -> Tensor:
