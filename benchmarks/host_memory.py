@@ -5,6 +5,7 @@ of its memory. Each way runs in a process of its own; the ways of a case alterna
 benchmarks/results/host_memory_h200.json after every case; rows of other cases are kept.
 
     auto                the plan that the planner chooses for the limit
+    auto backward       the same, with updates inside backward
     host N              ours, with the states of N % of the blocks in host memory
     host N activations  the same, and what blocks save for backward
     cpu N               the same as `host N`, updated by the CPU
@@ -16,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import measuring
@@ -28,6 +30,7 @@ import shardwise
 from shardwise import Plan
 from shardwise.engine.prepared.inventory import held_bytes
 from shardwise.hardware import cluster_of
+from shardwise.planner.search.auto import AutoRequest, solve_plan
 from shardwise.planner.search.candidates import cost
 from shardwise.sources import Source
 from shardwise.spec import ROOT
@@ -35,6 +38,8 @@ from shardwise.tasks import Task, load_task
 from shardwise.units import unit_modules
 
 WARM_UP = 2
+# Of 125 GiB.
+HOST_BYTES = 110 * 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,20 +56,24 @@ class Case:
 
 _GRID = tuple(f"host {share}{more}" for share in (0, 25, 50, 100) for more in ("", " activations"))
 CASES = {
-    "Qwen3-4B in 24 GiB": Case(model="qwen3-4b", limit_gib=24, ways=("host 100", "cpu 100", "fsdp2")),
-    "Qwen3-4B in 40 GiB": Case(model="qwen3-4b", limit_gib=40, ways=("host 60", "cpu 60", "fsdp2")),
-    "Llama-8B in 80 GiB": Case(model="llama-3.1-8b", limit_gib=80, ways=("host 50",)),
-    "Qwen3-14B": Case(model="qwen3-14b", num_steps=3, ways=("host 60",)),
+    "Qwen3-4B in 24 GiB": Case(
+        model="qwen3-4b", limit_gib=24, ways=("auto", "auto backward", "fsdp2", "deepspeed 1.0")
+    ),
+    "Qwen3-4B in 40 GiB": Case(model="qwen3-4b", limit_gib=40, ways=("auto", "auto backward", "deepspeed 0.6")),
+    "Llama-8B in 80 GiB": Case(model="llama-3.1-8b", limit_gib=80, ways=("auto", "auto backward")),
+    "Qwen3-14B": Case(model="qwen3-14b", num_steps=3, ways=("auto backward",)),
     "SmolLM2-135M, 524,288 tokens": Case(model="smollm2-135m", seq=524288, num_steps=2, ways=("host 0 activations",)),
     "Qwen3-0.6B, 262,144 tokens": Case(model="qwen3-0.6b", seq=262144, num_steps=2, ways=("host 0 activations",)),
     "Llama-1B grid": Case(model="llama-3.2-1b", ways=_GRID),
     "Qwen3-1.7B grid": Case(model="qwen3-1.7b", ways=_GRID),
-    "tiny": Case(model="llama-tiny", seq=64, ways=("host 50", "cpu 100", "fsdp2")),
+    "tiny": Case(model="llama-tiny", seq=64, ways=("host 50", "cpu 100", "auto backward", "fsdp2")),
 }
 
 
 def plan_of(case: Case, way: str) -> Plan:
     """Return the plan of one of our ways."""
+    if way.startswith("auto"):
+        return chosen_plan(case, update="backward" if way == "auto backward" else "step")
     kind, share, *more = way.split()
     units = [name for name in unit_modules(load_task(case.model, seq=case.seq, device="meta").model) if name != ROOT]
     # The last ones: their updates have the longest time until they are gathered.
@@ -78,6 +87,19 @@ def plan_of(case: Case, way: str) -> Plan:
         offload_activations=bool(more),
         offload_update="host" if kind == "cpu" else "device",
     )
+
+
+@cache
+def chosen_plan(case: Case, *, update: str) -> Plan:
+    """Return what the planner chooses within the limit, and within most of the host's memory."""
+    request = AutoRequest(
+        plan=Plan(precision="bf16", strategy="auto", micro_batch=case.batch, update=update, capture="off"),
+        cluster=cluster_of("1xh200"),
+        optimizer="adamw-fused",
+        budget_bytes=None if case.limit_gib is None else round(case.limit_gib * 2**30),
+        host_bytes=HOST_BYTES,
+    )
+    return solve_plan(Source(case.model, seq=case.seq).spec_for, request=request).candidate.plan
 
 
 def step_of(case: Case, way: str, *, device: str) -> tuple[Callable[[], Tensor], Any, Any]:
@@ -201,7 +223,7 @@ def measure(case: Case, way: str, *, device: str) -> dict[str, Any]:
             if device == "cuda":
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - began)
-        row = {
+        row: dict[str, Any] = {
             "prepared_seconds": prepared_seconds,
             "step_seconds": statistics.median(seconds[WARM_UP:]),
             "all_seconds": seconds,

@@ -13,7 +13,7 @@ from whole import whole
 
 import shardwise
 from shardwise.engine.engine import engine_of
-from shardwise.engine.offload import streamed_update
+from shardwise.engine.optimizer import streamed_update
 from shardwise.engine.prepared.inventory import held_bytes
 from shardwise.plan import Plan
 from shardwise.tasks import cross_entropy

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import shardwise
 from shardwise import Plan
-from shardwise.engine.offload import streamed_update
+from shardwise.engine.optimizer import streamed_update
 from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape
 

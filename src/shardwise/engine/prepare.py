@@ -33,7 +33,6 @@ from shardwise.engine.guards.same_options import OptimizerOptions
 from shardwise.engine.guards.taken_apart import take_apart
 from shardwise.engine.last_issued import write_records_of
 from shardwise.engine.offload.host_room import check_host_room
-from shardwise.engine.offload.streamed_update import check_streamed
 from shardwise.engine.offload.transfer import host_copies
 from shardwise.engine.optimizer.any_step import watch_optimizers
 from shardwise.engine.optimizer.known import (
@@ -49,6 +48,7 @@ from shardwise.engine.optimizer.known import (
 )
 from shardwise.engine.optimizer.owned import OwnedParameters
 from shardwise.engine.optimizer.reach import Verdict
+from shardwise.engine.optimizer.streamed_update import check_streamed
 from shardwise.engine.our_engine import OurEngine
 from shardwise.engine.out_of_memory.out_of_memory import explain_out_of_memory
 from shardwise.engine.prepared.prepared_module import become_prepared

@@ -36,6 +36,8 @@ class PlanSettings(Protocol):
     def precision(self) -> str: ...
     @property
     def reduce_dtype(self) -> str: ...
+    @property
+    def update(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,7 +265,18 @@ _TORCH_CALLS = (
 
 LIMITS: Mapping[str, EngineLimits] = MappingProxyType(
     {
-        "shardwise": EngineLimits(name="shardwise"),
+        "shardwise": EngineLimits(
+            name="shardwise",
+            calls=(
+                CallLimit(
+                    function="step",
+                    argument="survive",
+                    sentence="shardwise.step with survive and update = 'backward': an update cannot be undone; set "
+                    "update = 'step'",
+                    under=lambda plan, placements: plan.update == "backward",
+                ),
+            ),
+        ),
         "torch": EngineLimits(
             name="torch",
             can_place=lives_alike,

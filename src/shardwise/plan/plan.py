@@ -113,6 +113,12 @@ class Plan:
         "forward meanwhile; host: the CPU updates them, and their gradients are copied to host memory",
         choices=("device", "host"),
     )
+    update: str = key(
+        "step",
+        "when sharded states are updated: by optimizer.step(), or inside backward as soon as gradients are averaged, "
+        "so that they never exist all at once. Then nothing may come between: no clipping, no scaler",
+        choices=("step", "backward"),
+    )
     prefetch: int = key(1, "units gathered ahead of the one that computes", least=0)
     reduces_in_flight: int = key(1, "gradient reductions that may run at the same time", least=1)
     bucket_bytes: int = key(
@@ -179,6 +185,10 @@ class Plan:
                 "owned with offload_states: what one rank steps whole is stepped on the device, with its state; "
                 "leave one of them out"
             )
+        if self.updates_in_backward:
+            for setting, holds in self._backward_hindrances().items():
+                if holds:
+                    raise InvalidPlan(f"update = 'backward' with {setting}: leave one of them out")
         if self.uncaptured and self.captures:
             raise InvalidPlan("uncaptured with capture = 'on': leave one of them out")
         if self.owned and self.captures:
@@ -189,6 +199,20 @@ class Plan:
             raise InvalidPlan("precision = 'fp8' with reduce_dtype = 'fp16': set reduce_dtype = 'fp32' or 'bf16'")
         if self.keep_bf16 and not self.has_fp8:
             raise InvalidPlan(f"keep_bf16 with precision = {self.precision!r}: it is for precision = 'fp8'")
+
+    def _backward_hindrances(self) -> dict[str, bool]:
+        return {
+            "precision = 'fp16'": self.precision == "fp16",
+            "accumulate_reduced = true": self.accumulate_reduced,
+            "offload_update = 'host'": bool(self.offload_states) and self.offload_update == "host",
+            "owned": bool(self.owned),
+            "engine = 'torch'": self.engine == "torch",
+        }
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether sharded states are updated inside backward."""
+        return self.update == "backward"
 
     @property
     def has_fp8(self) -> bool:
@@ -231,6 +255,7 @@ class Plan:
             "dynamic = true": self.dynamic,
             "offload_states": bool(self.offload_states),
             "precision = 'fp16'": self.precision == "fp16",
+            "update = 'backward'": self.updates_in_backward,
         }
         return next((setting for setting, holds in settings.items() if holds), "")
 

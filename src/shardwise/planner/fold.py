@@ -66,7 +66,10 @@ def _equal_units(spec: ModelSpec, *, plan: Plan, runs: Sequence[Run]) -> list[li
     return [
         list(names)
         for run in runs
-        for _, names in groupby(run.units, key=lambda name: (placements[name], plan.recompute_of(name)))
+        for _, names in groupby(
+            run.units,
+            key=lambda name: (placements[name], plan.recompute_of(name), plan.has_states_on_host(name)),
+        )
     ]
 
 
@@ -78,8 +81,8 @@ def _left_out(
     if left_out:
         names = [unit.name for unit in spec.units]
         kept = [name for name in names if name not in left_out]
-        for patterns in (plan.overrides, plan.recompute_overrides):
-            for pattern in unmatched(patterns, kept):
+        for patterns in (plan.overrides, plan.recompute_overrides, plan.offload_states):
+            for pattern in unmatched(() if isinstance(patterns, bool) else patterns, kept):
                 left_out.discard(next(name for name in names if fnmatchcase(name, pattern)))
     return frozenset(left_out)
 

@@ -13,19 +13,22 @@ from shardwise.planner.engine_model import EngineModel, engine_model_of
 from shardwise.planner.fold import Short, cut
 from shardwise.planner.memory.allocations import Ledger
 from shardwise.planner.memory.constants import MemoryRules
-from shardwise.planner.memory.events import memory_rows
+from shardwise.planner.memory.events import memory_rows, saved_by_units
 from shardwise.planner.memory.executors.setting import MemoryExecutor, MemorySetting
 from shardwise.planner.memory.replay import MemoryRow, Replayed, replay
 from shardwise.planner.memory.states import OptimizerRule, StateSetting, UnitStates
 from shardwise.planner.memory.stream_peak import StreamPeak, stream_peak
+from shardwise.planner.sizes import MASTER_BYTES
 from shardwise.planner.trace_order import Key
 from shardwise.planner.ways import memory_way
 from shardwise.planner.whole_matrices import WholeMatrices, update_bytes, whole_matrices
 from shardwise.program import StepProgram, build, build_first_step
+from shardwise.program.chunks import CHUNK_ELEMENTS, NUM_SLOTS
 from shardwise.spec import ModelSpec
 from shardwise.spec.law import Line
 from shardwise.spec.step import Op, StepRow, StepTrace, Stream
 from shardwise.vocabulary.categories import CATEGORIES
+from shardwise.vocabulary.dtypes import BYTES_PER_ELEMENT, PRECISIONS
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 """Operations that are matrix products."""
@@ -289,7 +292,7 @@ class Job:
             totals["optim"] += weight * states.optim
             totals["other"] += weight * (states.buffers + sum(states.samples))
         totals["optim"] += sum(self.owned_moments)
-        totals["other"] += self.rules.workspace_bytes
+        totals["other"] += self.rules.workspace_bytes + self._slot_bytes
         for name, num_bytes in self._memory().at_rest().items():
             totals[name] += num_bytes
         batch = self.spec.batch_bytes.line(self.spec.seq) if self.spec.batch_bytes is not None else Line(0, 0)
@@ -298,6 +301,29 @@ class Job:
         copies = 2 if self.plan.captures else 1
         lines["activations"] = Line(copies * batch.const, copies * batch.per_sample)
         return tuple(lines[name] for name in CATEGORIES)
+
+    @property
+    def _slot_bytes(self) -> int:
+        """Memory through which the states of units in host memory pass: master, moments and the cast parameters."""
+        if not self.plan.offload_states or self.plan.offload_update != "device":
+            return 0
+        chunk = min(CHUNK_ELEMENTS, max(states.chunk for states in self.states.values()))
+        cast = BYTES_PER_ELEMENT[PRECISIONS[self.precision]] if self.precision != "fp32" else 0
+        return NUM_SLOTS * chunk * (MASTER_BYTES * (1 + self.optimizer.num_moments) + cast)
+
+    @property
+    def host_line(self) -> Line:
+        """Bytes in host memory on one rank: states, and activations that wait there for backward."""
+        states = sum(self.weight(name) * states.host for name, states in self.states.items())
+        saved = self.saved_on_host
+        const, per_sample = (sum(getattr(line, name) for line in saved.values()) for name in ("const", "per_sample"))
+        return Line(states + const, per_sample)
+
+    @cached_property
+    def saved_on_host(self) -> Mapping[str, Line]:
+        """What units save in host memory, in the order of forward; the one with which backward begins keeps its own."""
+        peaks = [(key, self._stream_peak(stream)) for key, stream in self.memory_streams]
+        return dict(list(saved_by_units(peaks, plan=self.plan).items())[:-1])
 
     def buffers_at_rest(self) -> list[int]:
         """Return the sizes of the allocations for gradients among those at rest."""

@@ -1,10 +1,10 @@
 """What passes between device and host memory, in parts, so that the device holds little of it."""
 
-CHUNK_ELEMENTS = 2**25
+CHUNK_ELEMENTS = 2**24
 """Elements of one chunk, at most."""
 
-NUM_SLOTS = 2
-"""Chunks that are on the device at once: one comes in while the other goes out."""
+NUM_SLOTS = 3
+"""Chunks that are on the device at once: one comes in, one is updated, one goes out."""
 
 GRADS_IN_FLIGHT = 2
 """Gradients of flat buffers that are being copied to host memory at once; the device waits for earlier ones."""

@@ -15,6 +15,7 @@ from shardwise.comm.issued import CollectiveName
 from shardwise.engine.core.core_setting import CoreSetting
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.segment import Segment
+from shardwise.engine.core.step_events import announce
 from shardwise.engine.core.unit import Unit
 from shardwise.plan.placement import SHARDED
 from shardwise.program import Bucket, Kind
@@ -30,7 +31,7 @@ class ReduceBucket:
         self.units = units
         self.groups, self.collectives = setting.groups, setting.collectives
         self.tape, self.passes = setting.tape, setting.passes
-        self._memory = setting.gradient_memory
+        self._memory, self._events = setting.gradient_memory, setting.events
         self.sharded = units[0].placement.grads is SHARDED
         # Whether slices are summed over a second axis of the mesh too.
         self.crosses = self.sharded and self.groups.replicate.size > 1
@@ -168,6 +169,7 @@ class ReduceBucket:
             # The slice is a copy already: in the dtype of the gradients it becomes them.
             flat.add_grads(segment.buffer.to(flat.master_dtype).mul_(self.scale))
             segment.release()
+            announce(self._events.grads_averaged, flat)
         self.tape.record(Kind.WAIT_SLICE, self.name, self._slice_bytes)
 
     def _forget_sums(self) -> None:
@@ -201,6 +203,7 @@ class ReduceBucket:
             average.copy_(sums).mul_(self.scale)
         flat.add_grads(average)
         segment.release()
+        announce(self._events.grads_averaged, flat)
 
     def _deliver_whole(self, segment: Segment) -> None:
         assert segment.buffer is not None

@@ -119,3 +119,7 @@ def graph_in_grads() -> InvalidModel:
         "backward(create_graph=True): p.grad is averaged over the ranks, and gradients of gradients do not pass "
         "through an average: use torch.autograd.grad(loss, inputs, create_graph=True), which returns this rank's own"
     )
+
+
+def updated_in_backward(what: str) -> InvalidModel:
+    return InvalidModel(f"{what} with update = 'backward': the gradients have been used and freed; set update = 'step'")

@@ -22,6 +22,7 @@ class StepEvents:
     order_learned()                 the first forward is over on all ranks
     evaluation_begins()             a forward without gradients begins
     last_backward_begins()          the last backward of a step begins; called in autograd's threads, too
+    grads_averaged(flat)            a buffer's sharded gradients are there; called in autograd's threads, too
     gradients_asked()               all gradients are there, and are clipped, stepped or looked at next; may come twice
     update_begins()                 the optimizer's step is about to write; raise to refuse it
     update_ended()                  every copy of the parameters has followed
@@ -38,6 +39,7 @@ class StepEvents:
     order_learned: list[Callable[[], None]] = field(default_factory=list)
     evaluation_begins: list[Callable[[], None]] = field(default_factory=list)
     last_backward_begins: list[Callable[[], None]] = field(default_factory=list)
+    grads_averaged: list[Callable[[Any], None]] = field(default_factory=list)
     gradients_asked: list[Callable[[], None]] = field(default_factory=list)
     update_begins: list[Callable[[], None]] = field(default_factory=list)
     update_ended: list[Callable[[], None]] = field(default_factory=list)

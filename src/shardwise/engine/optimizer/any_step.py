@@ -10,6 +10,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from shardwise.engine.core.step_errors import updated_in_backward
 from shardwise.engine.optimizer.owned import OwnedParameters
 from shardwise.engine.optimizer.scaler import GradScaler, foreign_scaler
 from shardwise.errors import InvalidModel
@@ -42,6 +43,8 @@ _TORCHS_UNSCALE = torch.amp.GradScaler._unscale_grads_
 def _unscale_grads(scaler: torch.amp.GradScaler, optimizer: Optimizer, *arguments: Any, **options: Any) -> Any:
     if not isinstance(scaler, GradScaler) and any(owner.in_slices(optimizer) for owner in list(_PREPARED)):
         raise foreign_scaler()
+    if any(owner.core.plan.updates_in_backward and owner.adopted(optimizer) for owner in list(_PREPARED)):
+        raise updated_in_backward("a GradScaler")
     _recognise(optimizer)
     return _TORCHS_UNSCALE(scaler, _with_slices(optimizer), *arguments, **options)
 

@@ -21,8 +21,8 @@ from shardwise.engine.core.core import Core
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.optimizer_slices import OptimizerSlices
 from shardwise.engine.core.step_errors import not_reduced_yet
-from shardwise.engine.offload.streamed_update import StreamedUpdate, check_streamed
 from shardwise.engine.optimizer.allocate import suit_devices
+from shardwise.engine.optimizer.backward_update import BackwardUpdate
 from shardwise.engine.optimizer.known import (
     Stepped,
     check_optimizer,
@@ -36,6 +36,7 @@ from shardwise.engine.optimizer.known import (
 from shardwise.engine.optimizer.matrices import OwnedMatrices
 from shardwise.engine.optimizer.numbered_state import load_numbered, numbered_state
 from shardwise.engine.optimizer.scaler import called_by_torchs, foreign_scaler
+from shardwise.engine.optimizer.streamed_update import StreamedUpdate, check_streamed
 from shardwise.engine.optimizer.unsharded_state import named_states, own_states, unsharded_states
 from shardwise.errors import InvalidPlan
 from shardwise.plan.patterns import short_patterns
@@ -53,7 +54,7 @@ class OwnedParameters(OptimizerSlices):
     def __init__(self, core: Core, *, any_optimizer: bool) -> None:
         super().__init__(core)
         self.matrices = OwnedMatrices(core)
-        self.streamed = StreamedUpdate(core)
+        self._update_apart(core)
         self.limit_seconds = 60.0
         self.numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._num_adopted = 0
@@ -64,6 +65,12 @@ class OwnedParameters(OptimizerSlices):
         # Those whose param groups hold the model's own parameters for a moment.
         self._showing: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
+    def _update_apart(self, core: Core) -> None:
+        """Have states updated outside of the optimizers' own steps, where the plan says so."""
+        self.streamed = StreamedUpdate(core)
+        if core.plan.updates_in_backward:
+            BackwardUpdate(core, optimizers=self.group_names, streamed=self.streamed)
+
     @property
     def _flats(self) -> Sequence[FlatParams]:
         return self.core.flats
@@ -72,7 +79,7 @@ class OwnedParameters(OptimizerSlices):
         """Use the core of the model's new plan."""
         self.core = core
         self.matrices = OwnedMatrices(core)
-        self.streamed = StreamedUpdate(core)
+        self._update_apart(core)
 
     def cover(self, flat: FlatParams, index: int, parameter: nn.Parameter) -> None:
         super().cover(flat, index, parameter)

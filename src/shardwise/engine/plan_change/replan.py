@@ -24,9 +24,9 @@ from shardwise.engine.guards.guard import wake
 from shardwise.engine.guards.guards import Guards
 from shardwise.engine.guards.resting_units import guard_units
 from shardwise.engine.last_issued import write_records_of
-from shardwise.engine.offload.streamed_update import check_streamed
 from shardwise.engine.offload.transfer import host_copies
 from shardwise.engine.optimizer.allocate import suit_devices
+from shardwise.engine.optimizer.streamed_update import check_streamed
 from shardwise.engine.plan_change.reshard import StatesAndGrads, move, states_and_grads
 from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.plan import Plan

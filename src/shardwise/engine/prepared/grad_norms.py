@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.rank_progress import waiting_in
 from shardwise.engine.core.flat import FlatParams
+from shardwise.engine.core.step_errors import updated_in_backward
 from shardwise.engine.core.step_events import announce
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.errors import InvalidData, InvalidModel
@@ -94,6 +95,8 @@ def chosen(model: nn.Module, parameters: Iterable[Tensor] | None) -> set[int] | 
 def _between_steps(model: nn.Module, *, what: str) -> Engine:
     """Return the engine, once values that were written into `p.grad` are in the slices."""
     engine = engine_of(model)
+    if engine.plan.updates_in_backward:
+        raise updated_in_backward(what)
     engine.check_between_steps(what=what)
     announce(engine.core.events.gradients_asked)
     return engine

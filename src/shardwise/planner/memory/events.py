@@ -9,7 +9,7 @@ from shardwise.planner.memory.replay import Change, MemoryRow
 from shardwise.planner.memory.stream_peak import StreamPeak
 from shardwise.planner.trace_order import Key, TracedStep, keys_in_order
 from shardwise.program import StepProgram, Trigger
-from shardwise.spec import ROOT
+from shardwise.spec.law import Line
 
 
 def memory_rows(
@@ -24,7 +24,7 @@ def memory_rows(
 ) -> Iterator[MemoryRow]:
     """Yield the rows in the order of the trace, whose streams have these peaks, or else in that of the program."""
     by_key = dict(peaks)
-    offload = _Offload(peaks) if plan.offload_activations else None
+    offload = _Offload(saved_by_units(peaks, plan=plan)) if plan.offload_activations else None
     step = TracedStep(program, executor, in_order=in_order)
     for key in keys_in_order(by_key, program=program):
         trigger, unit, _ = key
@@ -48,16 +48,24 @@ def _random_state(trigger: str, num_bytes: int) -> Iterator[Change]:
         yield Change("other", -num_bytes)
 
 
+def saved_by_units(peaks: Sequence[tuple[Key, StreamPeak]], *, plan: Plan) -> dict[str, Line]:
+    """Return what the forward of each unit saves in host memory, in the order of forward."""
+    return {
+        unit: Line(peak.end[0], peak.end[1])
+        for (trigger, unit, _), peak in peaks
+        if trigger == Trigger.BEFORE_FORWARD.value and plan.has_activations_on_host(unit)
+    }
+
+
 class _Offload:
     """A unit's saved activations leave when the next unit's forward ends, and return before the next unit's backward.
 
     The first unit of backward keeps its own (engine/activations/offload.py).
     """
 
-    def __init__(self, peaks: Sequence[tuple[Key, StreamPeak]]) -> None:
-        saved = [(key[1], peak) for key, peak in peaks if key[0] == Trigger.BEFORE_FORWARD.value and key[1] != ROOT]
-        self._saved = {unit: (peak.end[0], peak.end[1]) for unit, peak in saved}
-        self._order = list(dict.fromkeys(unit for unit, _ in saved))
+    def __init__(self, saved: Mapping[str, Line]) -> None:
+        self._saved = saved
+        self._order = list(saved)
 
     def at(self, key: Key) -> Iterator[Change]:
         trigger, unit, _ = key
@@ -66,8 +74,8 @@ class _Offload:
         place = self._order.index(unit)
         if place == 0:
             return
-        const, per_sample = self._saved[self._order[place - 1]]
+        saved = self._saved[self._order[place - 1]]
         if trigger == Trigger.AFTER_FORWARD.value:
-            yield Change("activations", -const, -per_sample)
+            yield Change("activations", -saved.const, -saved.per_sample)
         elif trigger == Trigger.BEFORE_BACKWARD.value:
-            yield Change("activations", const, per_sample)
+            yield Change("activations", saved.const, saved.per_sample)

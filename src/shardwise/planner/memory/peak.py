@@ -35,6 +35,7 @@ class MemoryEstimate:
     allocated  live tensors; the sum of `breakdown_bytes`
     reserved   the segments of the caching allocator
     device     reserved, the context and the communicators
+    host       states and activations in host memory, which all ranks of a node share
     """
 
     allocated_bytes: int
@@ -44,6 +45,7 @@ class MemoryEstimate:
     peak_at: str
     at_rest_bytes: int
     activations_known: bool = True
+    host_bytes: int = 0
 
     def plus(self, num_bytes: int) -> "MemoryEstimate":
         """Return the same with buffers that are always there."""
@@ -104,6 +106,7 @@ def estimate(
         peak_at=peak.label,
         at_rest_bytes=sum(line.at(batch) for line in job.at_rest),
         activations_known=bool(spec.traces),
+        host_bytes=job.host_line.at(batch),
     )
 
 

@@ -118,6 +118,7 @@ class UnitStates:
     moments   sizes of the allocations of the optimizer's state, a part of `optim`
     held      sizes of the other allocations of `params` and `optim`
     samples   samples of the gradients that a captured step keeps for comparison
+    host      what lives in host memory; `chunk`: the elements of its largest flat slice
 
     Only for fully_shard, which copies gathered parameters out of a buffer: `flat`, that buffer; `copy_in`, its input;
     `outputs`, sizes of the allocations of `full`. Only for torch's engines: `gradients`, unsharded and one by one, as
@@ -136,6 +137,8 @@ class UnitStates:
     moments: tuple[int, ...]
     held: tuple[int, ...]
     samples: tuple[int, ...] = ()
+    host: int = 0
+    chunk: int = 0
     flat: int = 0
     copy_in: int = 0
     outputs: tuple[int, ...] = ()
@@ -144,11 +147,16 @@ class UnitStates:
 
 def unit_states(unit: UnitSpec, *, placement: Placement, setting: StateSetting) -> UnitStates:
     """Return the bytes of rank 0, whose slices have the least padding."""
-    flats = [_flat_states(flat, placement=placement, setting=setting) for flat in flat_specs(unit, plan=setting.plan)]
-    sums = ("full", "params", "optim", "reduce", "reduce_slice", "grads", "owned")
+    on_host = placement.grads is SHARDED and setting.plan.has_states_on_host(unit.name)
+    flats = [
+        _flat_states(flat, placement=placement, setting=setting, on_host=on_host)
+        for flat in flat_specs(unit, plan=setting.plan)
+    ]
+    sums = ("full", "params", "optim", "reduce", "reduce_slice", "grads", "owned", "host")
     return UnitStates(
         **{name: sum(flat[name] for flat in flats) for name in sums},
         largest=max((flat["largest"] for flat in flats), default=0),
+        chunk=max((flat["chunk"] for flat in flats), default=0),
         buffers=setting.buffer_bytes(unit),
         moments=tuple(size for flat in flats for size in flat["moments"]),
         held=tuple(size for flat in flats for size in flat["held"]),
@@ -156,7 +164,7 @@ def unit_states(unit: UnitSpec, *, placement: Placement, setting: StateSetting) 
     )
 
 
-def _flat_states(flat: FlatSpec, *, placement: Placement, setting: StateSetting) -> dict[str, Any]:
+def _flat_states(flat: FlatSpec, *, placement: Placement, setting: StateSetting, on_host: bool) -> dict[str, Any]:
     plan, rounded, num_slices = setting.plan, setting.rounded, setting.num_slices
     layout, stepped = flat.layout(num_slices=num_slices), flat.master_bytes
     num_elements = layout.num_elements
@@ -179,8 +187,10 @@ def _flat_states(flat: FlatSpec, *, placement: Placement, setting: StateSetting)
         grads = rounded(num_elements // num_slices * stepped)
     else:
         grads = rounded(num_elements * stepped) if flat.reduce_dtype != flat.master_dtype else reduce
-    on_host = plan.offload_states and placement.grads is SHARDED
     moments = () if on_host else setting.moments((param, count * stepped) for param, count in steps)
+    if on_host and plan.offload_update == "device":
+        # Step counts are where the update is.
+        moments = tuple(rounded(4) for param, _ in steps if setting.optimizer.of(param).has_steps)
     held = master if (params_sharded or is_cast) and not on_host else 0
     return {
         "full": full,
@@ -191,10 +201,23 @@ def _flat_states(flat: FlatSpec, *, placement: Placement, setting: StateSetting)
         "grads": grads if is_trained else 0,
         "owned": 0 if on_host else sum(elementwise),
         "largest": 0 if on_host else max(elementwise, default=0),
+        "host": _host_bytes(flat, layout, is_trained=is_trained, setting=setting) if on_host else 0,
+        "chunk": layout.slice_elements if on_host and is_trained else 0,
         "moments": moments,
         "held": tuple(size for size in (0 if params_sharded else full, held) if size),
         "samples": tuple(rounded(-(-count // SAMPLED_EVERY) * stepped) for count in samples),
     }
+
+
+def _host_bytes(flat: FlatSpec, layout: Layout, *, is_trained: bool, setting: StateSetting) -> int:
+    """Return the bytes of a slice in host memory: master, cast parameters, state, and gradients that are read there."""
+    each = flat.master_bytes
+    if flat.compute_dtype != flat.master_dtype:
+        each += flat.full_bytes(sharded=False)
+    if is_trained:
+        each += flat.master_bytes * setting.optimizer.num_moments
+        each += flat.master_bytes if setting.plan.offload_update == "host" else 0
+    return layout.slice_elements * each
 
 
 def _stepped(flat: FlatSpec, layout: Layout, *, sharded: bool) -> list[tuple[TensorSpec, int]]:

@@ -14,7 +14,7 @@ from shardwise.plan.placement import AUTO, SHARDED, STRATEGIES
 from shardwise.planner.memory.states import needs_whole_matrices
 from shardwise.planner.search.candidates import Candidate, SpecFor, capacity_bytes, cost, meshes
 from shardwise.planner.search.compile_choice import compiling_pays, tried_first
-from shardwise.planner.search.dial import Choice, Dial, turned_units
+from shardwise.planner.search.dial import ACTIVATIONS, STATES, Choice, Dial, turned_units
 from shardwise.planner.search.dial_cost import DialCosts
 from shardwise.planner.search.micro_batches import MicroBatches, micro_batches_of
 from shardwise.planner.search.solver import Solver
@@ -26,6 +26,9 @@ RECOMPUTES = ("none", "selective", "full")
 _REPEATS = 8
 # Dials that are tried again with the full limit: uniform ones (one per choice), and others.
 _LOOKS = {True: 6, False: 3}
+# The row whose units may be in host memory, and what of them may.
+_HOST_ROW = "fsdp"
+_PLACES = (frozenset[str](), frozenset({STATES}), frozenset({ACTIVATIONS}), frozenset({STATES, ACTIVATIONS}))
 # A dial is only tried again if it is this much faster at the batch that its tensors allow.
 _WORTH_A_LOOK = 1.02
 
@@ -42,6 +45,7 @@ class AutoRequest:
                   strategy, recompute, their overrides, and compile if that is auto
     budget_bytes  memory to use per device (default: all)
     global_batch  samples per step over all ranks (default: plan.accumulate passes)
+    host_bytes    host memory of each node that may be used (default: as much as a plan needs); 0: none
     rows          strategies that units may have (default: all that the engine can run)
     quick         skip the allocator's model
     """
@@ -51,6 +55,7 @@ class AutoRequest:
     optimizer: str = "adamw"
     budget_bytes: int | None = None
     global_batch: int | None = None
+    host_bytes: int | None = None
     goal: str = "throughput"
     rows: tuple[str, ...] = ()
     recomputes: tuple[str, ...] = RECOMPUTES
@@ -68,8 +73,8 @@ class Solved:
 def solve_plan(spec_for: SpecFor, *, request: AutoRequest) -> Solved:
     """Return the best plan that fits the budget with the planner's error band; raises NoPlanFits if there is none.
 
-    If time cannot be predicted, return the simplest plan that fits, with the same choice for every unit. Offloading is
-    only considered if nothing else fits, because its time is not modelled.
+    If time cannot be predicted, return the simplest plan that fits, with the same choice for every unit. Host memory is
+    tried where memory is short: where nothing fits without it, or only what recomputes.
     """
     return solve_for(costs_of(spec_for, request=request), request=request)
 
@@ -81,7 +86,18 @@ def costs_of(spec_for: SpecFor, *, request: AutoRequest) -> DialCosts:
         spec = spec_for(replace(plan, recompute=recompute))
     if request.plan.compile == AUTO and not turned_units(spec):
         plan = replace(plan, compile="none")
-    return DialCosts(spec=spec, base=plan, cluster=request.cluster, optimizer=request.optimizer)
+    return DialCosts(
+        spec=spec,
+        base=plan,
+        cluster=request.cluster,
+        optimizer=request.optimizer,
+        host_limit=_host_limit(request),
+    )
+
+
+def _host_limit(request: AutoRequest) -> float:
+    """Return the host memory of each rank."""
+    return inf if request.host_bytes is None else request.host_bytes / request.cluster.devices_per_node
 
 
 def _given(request: AutoRequest) -> Plan:
@@ -101,9 +117,7 @@ def solve_for(costs: DialCosts, *, request: AutoRequest) -> Solved:
     found = _solve_with(costs, request=request)
     is_chosen = request.plan.compile == AUTO and costs.base.compile != "none"
     if is_chosen and not compiling_pays(found.candidate, spec=costs.spec, optimizer=costs.optimizer):
-        plain = replace(costs.base, compile="none")
-        others = DialCosts(spec=costs.spec, base=plain, cluster=costs.cluster, optimizer=costs.optimizer)
-        return _solve_with(others, request=request)
+        return _solve_with(_based_on(costs, replace(costs.base, compile="none")), request=request)
     return found
 
 
@@ -112,12 +126,46 @@ def _solve_with(costs: DialCosts, *, request: AutoRequest) -> Solved:
     request = replace(request, plan=costs.base)
     is_timed = why_not_timed(costs.spec, plan=costs.base, cluster=costs.cluster) is None
     dial = _best_dial(costs, request=request) if is_timed else _first_fit(costs, request=request)
+    if is_timed and _may_use_host(request) and (dial is None or _recomputes(dial)):
+        costs, dial = _with_host_memory(costs, dial, request=request)
     if dial is not None:
         return Solved(candidate=_cost(costs, dial, request=request), num_replays=costs.num_replays)
-    offloaded = _offloaded(costs, request=request)
+    offloaded = None if is_timed else _offloaded(costs, request=request)
     if offloaded is not None:
         return offloaded
     raise NoPlanFits(_nothing_fits(costs, request=request))
+
+
+def _recomputes(dial: Dial) -> bool:
+    return any(choice.recompute != "none" for choice in dial.choices)
+
+
+def _may_use_host(request: AutoRequest) -> bool:
+    """Return whether units may be given host memory: the engine can, the link is known, the plan has not decided."""
+    plan, device = request.plan, request.cluster.device
+    is_free = not (plan.offload_states or plan.offload_activations) and request.host_bytes != 0
+    hindered = plan.captures or plan.owned or needs_whole_matrices(request.optimizer)
+    rows = request.rows or strategies_of(plan.engine)
+    can = LIMITS[plan.engine].has("offload_states") and device.host_link is not None and _HOST_ROW in rows
+    return is_free and can and not hindered and device.torch_type != "cpu" and request.goal == "throughput"
+
+
+def _with_host_memory(costs: DialCosts, dial: Dial | None, *, request: AutoRequest) -> tuple[DialCosts, Dial | None]:
+    """Return the dial, or a faster one with units in host memory; if none fits, one that the CPU updates."""
+    own = replace(request, rows=(_HOST_ROW,), recomputes=tuple(way for way in request.recomputes if way != "selective"))
+    hosted = _best_dial(costs, request=own, on_host=True)
+    if hosted is not None and (dial is None or costs.speed(hosted) > _WORTH_A_LOOK * costs.speed(dial)):
+        return costs, hosted
+    if dial is None and not request.plan.updates_in_backward:
+        by_cpu = _based_on(costs, replace(costs.base, offload_update="host"))
+        return by_cpu, _best_dial(by_cpu, request=replace(own, plan=by_cpu.base), on_host=True)
+    return costs, dial
+
+
+def _based_on(costs: DialCosts, base: Plan) -> DialCosts:
+    return DialCosts(
+        spec=costs.spec, base=base, cluster=costs.cluster, optimizer=costs.optimizer, host_limit=costs.host_limit
+    )
 
 
 def with_budget(cluster: Cluster, *, budget_bytes: int | None) -> Cluster:
@@ -129,7 +177,7 @@ def with_budget(cluster: Cluster, *, budget_bytes: int | None) -> Cluster:
     return replace(cluster, device=replace(cluster.device, capacity_bytes=budget))
 
 
-def _best_dial(costs: DialCosts, *, request: AutoRequest) -> Dial | None:
+def _best_dial(costs: DialCosts, *, request: AutoRequest, on_host: bool = False) -> Dial | None:
     """Return the best dial; with several passes, the better of both ways to accumulate."""
     batches = _batches(request)
     ways = {request.plan.accumulate_reduced, batches.samples is not None or batches.passes > 1}
@@ -137,11 +185,12 @@ def _best_dial(costs: DialCosts, *, request: AutoRequest) -> Dial | None:
     for reduced in sorted(ways):
         solver = Solver(
             costs=costs,
-            options=_options(request),
+            options=_options(request, on_host=on_host),
             batches=batches,
             goal=request.goal,
             limit=_limit(costs, request=request),
             accumulate_reduced=reduced,
+            climbs=not on_host,
         )
         dial = _solve_reserved(solver, quick=request.quick)
         found += [dial] if dial is not None else []
@@ -218,13 +267,14 @@ def _limit(costs: DialCosts, *, request: AutoRequest) -> float:
     return inf if capacity is None else capacity / (1 + costs.band)
 
 
-def _options(request: AutoRequest) -> dict[Mesh, list[Choice]]:
+def _options(request: AutoRequest, *, on_host: bool = False) -> dict[Mesh, list[Choice]]:
     """Return the choices of a unit on each mesh; rows that shard nothing are only tried on one."""
     found: dict[Mesh, list[Choice]] = {}
     ways = request.recomputes if _may_recompute(request.plan) else ("none",)
+    places = _PLACES if on_host else _PLACES[:1]
     for row in request.rows or strategies_of(request.plan.engine):
         for mesh in meshes(row, plan=request.plan, cluster=request.cluster):
-            found.setdefault(mesh, []).extend(Choice(row, way) for way in ways)
+            found.setdefault(mesh, []).extend(Choice(row, way, place) for way in ways for place in places)
     return found
 
 
@@ -285,7 +335,7 @@ def _offloaded(costs: DialCosts, *, request: AutoRequest) -> Solved | None:
             continue
         plan = replace(request.plan, offload_activations=activations, offload_states=states)
         own = replace(request, plan=plan, rows=tuple(sharded) if states else tuple(rows))
-        found = DialCosts(spec=costs.spec, base=plan, cluster=request.cluster, optimizer=request.optimizer)
+        found = _based_on(costs, plan)
         dial = _first_fit(found, request=own)
         if dial is not None:
             num_replays = costs.num_replays + found.num_replays

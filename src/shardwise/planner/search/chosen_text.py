@@ -21,10 +21,15 @@ def chosen_text(plan: Plan, *, names: Sequence[str]) -> str:
     parts.append(f"prefetch {plan.prefetch}")
     if plan.compiler != "none":
         parts.append(f"units compiled by {plan.compiler}")
-    if plan.offload_activations:
-        parts.append("activations offloaded to the host")
-    if plan.offload_states:
-        parts.append("states offloaded to the host")
+    places = {"activations": plan.has_activations_on_host, "states": plan.has_states_on_host}
+    for what, is_on_host in places.items():
+        chosen = [name for name in names if is_on_host(name)]
+        if len(chosen) >= len(blocks):
+            parts.append(f"{what} in host memory")
+        elif chosen:
+            parts.append(f"{what} of {_named(chosen, order=names)} in host memory")
+    if plan.offload_states and plan.offload_update == "host":
+        parts.append("updated by the CPU")
     return "; ".join(parts)
 
 

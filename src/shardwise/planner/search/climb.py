@@ -93,7 +93,7 @@ class Climb:
         for row in rows:
             # The row of the root, and that of all other units.
             yield replace(dial, root=row)
-            yield replace(dial, choices=tuple(Choice(row, choice.recompute) for choice in dial.choices))
+            yield replace(dial, choices=tuple(choice.on(row) for choice in dial.choices))
         if any(STRATEGIES[choice.row].params is SHARDED for choice in dial.choices):
             yield from (replace(dial, prefetch=depth) for depth in _PREFETCHES if depth != dial.prefetch)
 

@@ -1,6 +1,6 @@
 """The choices of all units as one value, and the plan that expresses them in a few patterns. No torch.
 
-    Choice    of one unit: a row of the placement table, and its recompute mode
+    Choice    of one unit: a row of the placement table, its recompute mode, and what of it is in host memory
     Dial      the choices of all units, and the settings of the job: mesh, prefetch, micro-batch, passes
 
 The search changes dials; the planner's replay, the engine and TOML files use plans.
@@ -16,16 +16,27 @@ from typing import NamedTuple
 
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import SHARDED, STRATEGIES
 from shardwise.spec import ROOT, ModelSpec, UnitSpec
 
 _NUMBERED = re.compile(r"(.*?)(\d+)")
 
 
+STATES, ACTIVATIONS = "states", "activations"
+"""What a choice may keep in host memory."""
+
+
 class Choice(NamedTuple):
-    """A row of the placement table, and a recompute mode."""
+    """A row of the placement table, a recompute mode, and what is in host memory."""
 
     row: str
     recompute: str
+    host: frozenset[str] = frozenset()
+
+    def on(self, row: str) -> "Choice":
+        """Return the choice with another row; replicated states stay on the device."""
+        host = self.host if STRATEGIES[row].grads is SHARDED else self.host - {STATES}
+        return Choice(row, self.recompute, host)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +85,8 @@ def plan_of(dial: Dial, *, names: Sequence[str], base: Plan) -> Plan:
     row, way = _usual(rows.values()), _usual(ways.values()) if ways else "none"
     return replace(
         base,
+        offload_states=_on_host(dial, STATES, names=names) or base.offload_states,
+        offload_activations=_on_host(dial, ACTIVATIONS, names=names) or base.offload_activations,
         strategy=row,
         overrides=_patterns(rows, usual=row),
         recompute=way,
@@ -84,6 +97,12 @@ def plan_of(dial: Dial, *, names: Sequence[str], base: Plan) -> Plan:
         accumulate=dial.accumulate,
         accumulate_reduced=dial.accumulate_reduced,
     )
+
+
+def _on_host(dial: Dial, what: str, *, names: Sequence[str]) -> bool | tuple[str, ...]:
+    """Return patterns for the units of which something is in host memory; for all, and then the root too, true."""
+    picked = [name for name, choice in zip(names, dial.choices, strict=True) if what in choice.host]
+    return len(picked) == len(names) if len(picked) in (0, len(names)) else tuple(name_patterns(picked, among=names))
 
 
 def _usual(values: Iterable[str]) -> str:

@@ -20,6 +20,7 @@ from shardwise.spec import ModelSpec
 class DialCosts:
     """The costs of the dials of one model on one cluster. `base`: the plan with all settings that a dial lacks.
 
+    host_limit   bytes of host memory that a rank may use
     names    the units of a dial's choices, in order
     classes  positions of consecutive equal units
     """
@@ -28,10 +29,12 @@ class DialCosts:
     base: Plan
     cluster: Cluster
     optimizer: str
+    host_limit: float = inf
     names: tuple[str, ...] = ()
     classes: tuple[range, ...] = ()
     _plans: dict[Dial, Plan] = field(default_factory=dict)
     _bytes: dict[Dial, int] = field(default_factory=dict)
+    _host: dict[Dial, int] = field(default_factory=dict)
     _seconds: dict[Dial, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -65,14 +68,23 @@ class DialCosts:
         return self._device_bytes(dial, limit_bytes=limit, quick=False)
 
     def _device_bytes(self, dial: Dial, *, limit_bytes: int | None, quick: bool) -> int:
-        return cluster_memory(
+        found = cluster_memory(
             self.spec,
             plan=self.plan(dial),
             cluster=self.cluster,
             optimizer=self.optimizer,
             limit_bytes=limit_bytes,
             quick=quick,
-        ).device_bytes
+        )
+        self._host[dial] = found.host_bytes
+        return found.device_bytes
+
+    def fits_host(self, dial: Dial) -> bool:
+        """Return whether what is in host memory fits there."""
+        if self.host_limit == inf:
+            return True
+        self.tensor_bytes(dial)
+        return self._host[replace(dial, accumulate=min(dial.accumulate, 2))] <= self.host_limit
 
     def speed(self, dial: Dial) -> float:
         """Return the samples per second of all ranks together."""

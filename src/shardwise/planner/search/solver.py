@@ -40,7 +40,10 @@ class Mixture:
 
 @dataclass(slots=True, kw_only=True)
 class Solver:
-    """`options`: the choices of a unit on each mesh. `limit`: bytes of tensors on the device."""
+    """`options`: the choices of a unit on each mesh. `limit`: bytes of tensors on the device.
+
+    `climbs`: whether the best dial is changed unit by unit as long as that helps.
+    """
 
     costs: DialCosts
     options: dict[Mesh, list[Choice]]
@@ -48,6 +51,7 @@ class Solver:
     goal: str
     limit: float
     accumulate_reduced: bool = False
+    climbs: bool = True
     _orders: dict[tuple[Mesh, Choice, Choice], list[int]] = field(default_factory=dict)
 
     def best(self) -> Dial | None:
@@ -59,7 +63,10 @@ class Solver:
             # If no uniform dial fits, a mixture may.
             smallest = self._smallest()
             starts = [smallest] if smallest is not None else []
-        return self._simplest(self._climb(self.score).climbed(starts)) if starts else None
+        if not starts:
+            return None
+        best = self._climb(self.score).climbed(starts) if self.climbs else max(starts, key=self.score)
+        return self._simplest(best)
 
     def _climb(self, score: Callable[[Dial], float]) -> Climb:
         return Climb(costs=self.costs, options=self.options, batches=self.batches, score=score, limit=self.limit)
@@ -73,6 +80,9 @@ class Solver:
         return self.costs.speed(dial) if self.fits(dial) else -inf
 
     def fits(self, dial: Dial) -> bool:
+        return self._fits_device(dial) and self.costs.fits_host(dial)
+
+    def _fits_device(self, dial: Dial) -> bool:
         return self.costs.tensor_bytes(dial) <= self.limit
 
     def uniform(self, mesh: Mesh, choice: Choice, *, batch: int) -> Dial:
@@ -138,7 +148,7 @@ class Solver:
         for mesh, choices in self.options.items():
             for batch in batches:
                 dials = {choice: self.uniform(mesh, choice, batch=batch) for choice in choices}
-                fitting = [choice for choice in choices if self.fits(dials[choice])]
+                fitting = [choice for choice in choices if self._fits_device(dials[choice])]
                 for fast in (choice for choice in choices if choice not in fitting) if fitting else ():
                     for slow in fitting:
                         speed = self._mixed_speed(dials[fast], dials[slow])
@@ -161,16 +171,17 @@ class Solver:
         """Return the mixture with the fewest slow units that fits."""
         uniform = self.uniform(mixture.mesh, mixture.fast, batch=mixture.batch)
         order = self._order(uniform, slow=mixture.slow)
-        return self._fewest(lambda count: uniform.turned(order[:count], mixture.slow), most=len(order))
+        found = self._fewest(lambda count: uniform.turned(order[:count], mixture.slow), most=len(order))
+        return found if found is not None and self.fits(found) else None
 
     def _fewest(self, dial_of: Callable[[int], Dial], *, most: int) -> Dial | None:
         """Return the dial with the fewest slow units that fits, if more slow units never need more memory."""
-        if not self.fits(dial_of(most)):
+        if not self._fits_device(dial_of(most)):
             return None
         low, high = 0, most
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (low, middle) if self.fits(dial_of(middle)) else (middle, high)
+            low, high = (low, middle) if self._fits_device(dial_of(middle)) else (middle, high)
         return dial_of(high)
 
     def _order(self, uniform: Dial, *, slow: Choice) -> list[int]:

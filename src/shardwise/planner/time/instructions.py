@@ -9,7 +9,7 @@ from shardwise.planner.job import Job
 from shardwise.planner.overhead import CAPTURED, Overhead
 from shardwise.planner.sizes import sizes_of
 from shardwise.planner.time.collective import rings_of
-from shardwise.planner.time.queues import COMPUTE, MARK, SEND, Instruction, WorkSeconds
+from shardwise.planner.time.queues import COMPUTE, LOAD, MARK, SEND, STREAM, Instruction, WorkSeconds
 from shardwise.planner.time.time_executor import TimeExecutor
 from shardwise.planner.trace_order import Key, TracedStep, keys_in_order
 from shardwise.program import StepProgram, Trigger
@@ -60,7 +60,7 @@ def schedule_by(executor: TimeExecutor) -> Schedule:
         first=tuple(first),
         last=(*last, *update),
         works=tuple(executor.works),
-        update=tuple(update) if any(one.what == SEND for one in update) else (),
+        update=tuple(update) if any(one.what in (SEND, STREAM, LOAD) for one in update) else (),
     )
 
 

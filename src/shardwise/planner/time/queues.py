@@ -1,9 +1,12 @@
-"""Four queues and their waits: the CPU issues, the device computes, and gathers and reduces share the wires.
+"""Queues and their waits: the CPU issues, the device computes, and gathers and reduces share the wires.
 
 A collective begins when the CPU has issued it, the device has computed what was issued before it, and its wire is free:
 the links within a node, or the fabric between nodes. Two concurrent collectives would slow each other down, so running
 them one after the other ends at the same time. Computation is slower while a wire is busy: the collective's kernels use
 processors and memory bandwidth.
+
+The link to host memory has two queues: `host`, of updates and of what backward needs, and `loads`, of what is needed
+next. Both share its speed.
 """
 
 from collections.abc import Sequence
@@ -12,7 +15,7 @@ from typing import NamedTuple
 
 from shardwise.vocabulary.span import Span
 
-COMPUTE, CALL, SEND, WAIT, MARK = range(5)
+COMPUTE, CALL, SEND, WAIT, MARK, STREAM, LOAD, SYNC = range(8)
 """Kinds of instructions."""
 
 
@@ -24,6 +27,9 @@ class Instruction(NamedTuple):
     SEND      use the wire for `seconds` (the fabric if `number` is 1), after `launch` seconds of the CPU
     WAIT      wait until the collective of that name has arrived
     MARK      end a unit; if `number` is 1, it stands for `seconds` units like the one before it
+    STREAM    use the link to host memory for `seconds` (of work `number`, if that is not 0), after `launch` seconds
+    LOAD      the same for what is needed next, after the STREAM "update UNIT" of its unit, if there is one
+    SYNC      the CPU waits for the device and for the link to host memory
     """
 
     what: int
@@ -48,8 +54,8 @@ class WorkSeconds(NamedTuple):
 
 _ROUNDING = 1e-6
 
-QueueTimes = tuple[float, float, float, float, float, float, float]
-"""(cpu, compute, wire, fabric, exposed, sent, slowed) of the queues."""
+QueueTimes = tuple[float, float, float, float, float, float, float, float, float]
+"""(cpu, compute, wire, fabric, host, loads, exposed, sent, slowed) of the queues."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,16 +75,18 @@ class Queues:
     compute: float = 0.0
     wire: float = 0.0
     fabric: float = 0.0
+    host: float = 0.0
+    loads: float = 0.0
     exposed: float = 0.0
     sent: float = 0.0
     slowed: float = 0.0
     ends: dict[str, float] = field(default_factory=dict)
-    marked: QueueTimes = (0.0,) * 7
+    marked: QueueTimes = (0.0,) * 9
     spans: list[Span] | None = None
 
     def run(self, instructions: Sequence[Instruction], works: Sequence[WorkSeconds]) -> None:
         # Local variables, because this is the planner's hottest loop.
-        cpu, compute, wire, fabric, exposed, sent, slowed = self.now()
+        cpu, compute, wire, fabric, host, loads, exposed, sent, slowed = self.now()
         slowdown, is_host, ends, spans = self.slowdown, self.is_host, self.ends, self.spans
         for what, name, number, launch, seconds in instructions:
             if what == COMPUTE:
@@ -102,7 +110,7 @@ class Queues:
             elif what == SEND:
                 cpu += launch
                 start = compute if compute > cpu else cpu
-                before = fabric if number else wire
+                before = max(fabric if number else wire, ends.get(name, start))
                 if before > start:
                     start = before
                 ends[name] = end = start + seconds
@@ -124,27 +132,44 @@ class Queues:
                         cpu = end
             elif what == CALL:
                 cpu += launch
+            elif what == STREAM:
+                cpu += launch
+                ends[name] = host = max(host, compute, cpu) + (works[number].kernel if number else seconds)
+            elif what == LOAD:
+                cpu += launch
+                start = max(loads, compute, cpu, ends.pop(f"update {name.partition(' ')[2]}", 0.0))
+                seconds = works[number].kernel if number else seconds
+                if host > start:
+                    # Both are half as fast meanwhile.
+                    host, seconds = host + seconds, 2 * seconds
+                ends[name] = loads = start + seconds
+                if spans is not None and seconds:
+                    spans.append(Span("gather", name, start, loads))
+            elif what == SYNC:
+                cpu = compute = max(cpu, compute, host)
             else:
-                self.set(cpu, compute, wire, fabric, exposed, sent, slowed)
+                self.set(cpu, compute, wire, fabric, host, loads, exposed, sent, slowed)
                 if number:
                     self.skip(self.marked, times=seconds - 1)
-                self.marked = cpu, compute, wire, fabric, exposed, sent, slowed = self.now()
-        self.set(cpu, compute, wire, fabric, exposed, sent, slowed)
+                self.marked = cpu, compute, wire, fabric, host, loads, exposed, sent, slowed = self.now()
+        self.set(cpu, compute, wire, fabric, host, loads, exposed, sent, slowed)
 
     def restart(self, *, cpu: float) -> None:
         """Count time from the end of the device's queue; keep what is on the wires."""
         end = self.compute
         self.ends = {name: arrival - end for name, arrival in self.ends.items()}
-        self.set(cpu, 0.0, self.wire - end, self.fabric - end, 0.0, 0.0, 0.0)
+        self.set(
+            cpu, 0.0, self.wire - end, self.fabric - end, self.host - end, self.loads - end, 0.0, 0.0, 0.0
+        )  # fmt: skip
 
     def now(self) -> QueueTimes:
-        return self.cpu, self.compute, self.wire, self.fabric, self.exposed, self.sent, self.slowed
+        return (
+            self.cpu, self.compute, self.wire, self.fabric, self.host, self.loads, self.exposed, self.sent, self.slowed
+        )  # fmt: skip
 
-    def set(
-        self, cpu: float, compute: float, wire: float, fabric: float, exposed: float, sent: float, slowed: float
-    ) -> None:
-        self.cpu, self.compute, self.wire, self.fabric = cpu, compute, wire, fabric
-        self.exposed, self.sent, self.slowed = exposed, sent, slowed
+    def set(self, *times: float) -> None:
+        self.cpu, self.compute, self.wire, self.fabric, self.host, self.loads = times[:6]
+        self.exposed, self.sent, self.slowed = times[6:]
 
     def skip(self, before: QueueTimes, *, times: float) -> None:
         """Repeat everything since `before` so many times: equal units advance every queue by the same seconds.
@@ -154,14 +179,14 @@ class Queues:
         """
         now = self.now()
         rates = [one - other for one, other in zip(now, before, strict=True)]
-        compute, ahead, slowed = rates[1], max(rates[2], rates[3]), rates[6]
+        compute, ahead, slowed = rates[1], max(rates[2], rates[3]), rates[8]
         slow_times = times
         if compute - ahead > _ROUNDING * compute:
             left = max(self.wire, self.fabric) - self.compute
             slow_times = min(times, max(0.0, left / (compute - ahead)))
         after = [one + times * rate for one, rate in zip(now, rates, strict=True)]
         after[1] -= (times - slow_times) * slowed
-        after[6] -= (times - slow_times) * slowed
+        after[8] -= (times - slow_times) * slowed
         self.set(*after)
         for name in self.ends:
             self.ends[name] += times * ahead

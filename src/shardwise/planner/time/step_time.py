@@ -12,6 +12,7 @@ from shardwise.planner.overhead import GRAPH_LAUNCH_SECONDS, HOST_SLOWDOWN, SLOW
 from shardwise.planner.systems import OWN, System
 from shardwise.planner.time.collective import Rings, can_link, rings_of
 from shardwise.planner.time.compute import can_time
+from shardwise.planner.time.host_link import host_bytes_per_s
 from shardwise.planner.time.instructions import Schedule, schedule_of
 from shardwise.planner.time.pieces import Pieces, timed_pieces
 from shardwise.planner.time.queues import Queues, WorkSeconds
@@ -51,8 +52,10 @@ def why_not_timed(spec: ModelSpec, *, plan: Plan, cluster: Cluster) -> str | Non
     """Return why there is no prediction of time; None if there is one."""
     if not spec.traces:
         return "nothing is known of the model but its parameters"
-    if plan.offload_activations or plan.offload_states or plan.dynamic:
-        return "what offloading, or a dynamic order of units, costs is not modelled"
+    if plan.dynamic:
+        return "what a dynamic order of units costs is not modelled"
+    if (plan.offload_activations or plan.offload_states) and cluster.device.host_link is None:
+        return f"what links {cluster.device.name} to host memory is not known"
     if not can_time(cluster.device):
         return f"calibrate this device: shardwise calibrate ({cluster.device.name} has no speeds)"
     if not can_link(cluster):
@@ -163,7 +166,8 @@ def timed_job(job: Job) -> Job:
 
     Otherwise a unit does not do the same as the one before it, and cannot stand for others.
     """
-    return job.unshortened if any(len(bucket.units) > 1 for bucket in job.program.buckets) else job
+    together = any(len(bucket.units) > 1 for bucket in job.program.buckets)
+    return job.unshortened if together or job.plan.offload_states or job.plan.updates_in_backward else job
 
 
 def _works(prepared: _Prepared, *, batch: int) -> list[WorkSeconds]:
@@ -179,16 +183,24 @@ def _works(prepared: _Prepared, *, batch: int) -> list[WorkSeconds]:
             else piece
             for (trigger, unit), piece in zip(keys, pieces, strict=True)
         ]
-    return [*pieces, *prepared.schedule.works]
+    device = prepared.cluster.device
+    saved = [line.at(batch) / host_bytes_per_s(device) for line in job.saved_on_host.values()]
+    return [*pieces, *prepared.schedule.works, *(WorkSeconds(0.0, seconds, seconds) for seconds in saved)]
 
 
 def _steady(prepared: _Prepared, *, batch: int, records: bool = False) -> tuple[Queues, float, float]:
     """Return (queues, seconds, CPU seconds) of a step in the middle of training.
 
     Nothing that the CPU issues waits for the device, so over many steps the CPU gets ahead as far as it can, and a step
-    takes as long as the slower of the two: the device with a CPU far ahead, or the CPU.
+    takes as long as the slower of the two: the device with a CPU far ahead, or the CPU. A CPU that updates states
+    itself is never ahead.
     """
-    works = _works(prepared, batch=batch)
+    works, plan = _works(prepared, batch=batch), prepared.job.plan
+    waits = bool(plan.offload_states) and plan.offload_update == "host"
+    if waits and prepared.cluster.device.torch_type != "cpu":
+        queues = _queues(prepared, works, cpu=0.0, records=records)
+        seconds = max(queues.cpu, queues.compute)
+        return queues, seconds, seconds
     if prepared.cluster.device.torch_type == "cpu":
         queues = _queues(prepared, works, cpu=0.0, records=records)
         return queues, queues.cpu, queues.cpu

@@ -1,6 +1,7 @@
 """The executor on seconds: the operations of a step program → instructions for the queues."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import partial
 from typing import assert_never
@@ -12,11 +13,23 @@ from shardwise.planner.overhead import Overhead
 from shardwise.planner.sizes import MASTER_BYTES, UnitSizes
 from shardwise.planner.time.collective import Ring, Rings
 from shardwise.planner.time.compute import copy_seconds, update_seconds
+from shardwise.planner.time.host_link import CPU_UPDATES_PER_S, STREAMED_TENSOR_SECONDS, host_bytes_per_s
 from shardwise.planner.time.muon_update import muon_seconds
-from shardwise.planner.time.queues import CALL, COMPUTE, SEND, WAIT, Instruction, WorkSeconds
+from shardwise.planner.time.queues import (
+    CALL,
+    COMPUTE,
+    LOAD,
+    SEND,
+    STREAM,
+    SYNC,
+    WAIT,
+    Instruction,
+    WorkSeconds,
+)
 from shardwise.planner.trace_order import skipped_action
 from shardwise.planner.whole_matrices import matrix_sizes
 from shardwise.program import Kind, Operation, Row, Trigger
+from shardwise.program.chunks import GRADS_IN_FLIGHT
 from shardwise.program.compiled_program import Action
 
 # A float64.
@@ -50,6 +63,8 @@ class TimeExecutor:
     instructions: list[Instruction] = field(default_factory=list)
     ready: set[str] = field(default_factory=set)
     _called: set[str] = field(default_factory=set)
+    # Units whose states are updated in backward, and that nothing has waited for.
+    _streaming: list[str] = field(default_factory=list)
     # Position of the last wait for a gather, by the trigger of its row.
     _last_wait: dict[Trigger, int] = field(default_factory=dict)
 
@@ -97,8 +112,11 @@ class TimeExecutor:
                 elements = (
                     self.sizes[name].trainable if row.trigger is Trigger.AFTER_STEP else self.sizes[name].elements
                 )
-                copied = self._slice_copied(name, num_bytes, elements=elements)
-                yield self._copy(f"copy {name}", copied, launch=overhead.gather / 2)
+                if name in self._on_host:
+                    yield self._load(f"gather {name}", num_bytes / self.job.num_slices)
+                else:
+                    copied = self._slice_copied(name, num_bytes, elements=elements)
+                    yield self._copy(f"copy {name}", copied, launch=overhead.gather / 2)
                 if not operation.is_local:
                     yield self._send(f"gather {name}", rings.shard, rings.shard.gather_seconds(num_bytes))
                     if self.overlap == "none" or (self.overlap == "gradients" and row.trigger is Trigger.AFTER_STEP):
@@ -147,8 +165,9 @@ class TimeExecutor:
             case Kind.FORWARD:
                 # The model's computation is in its trace (pieces.py).
                 self._called.add(name)
+                yield from self._save_before(name)
             case Kind.BACKWARD:
-                pass
+                yield from self._bring_saved(name)
             case _:
                 assert_never(kind)
 
@@ -248,6 +267,10 @@ class TimeExecutor:
             num_bytes //= self.job.num_slices
         if not self.overhead.divides:
             yield self._copy(f"average {name}", 2 * num_bytes, launch=self.overhead.deliver)
+        if self._on_host >= set(units) and self.job.plan.offload_update == "host":
+            yield Instruction(STREAM, f"fetch {name}", 0, 0.0, num_bytes / host_bytes_per_s(self.cluster.device))
+        if self.job.plan.updates_in_backward and self.job.placements[units[0]].grads is SHARDED:
+            yield from self._update_unit(units[0])
 
     def _reduced_bytes(self, units: Sequence[str]) -> int:
         return sum(self.sizes[unit].reduce_bytes for unit in units)
@@ -266,6 +289,9 @@ class TimeExecutor:
                 refreshed += weight * (sizes.grad_bytes + MASTER_BYTES * sizes.trainable)
             num_elements, num_tensors = num_elements + weight * elements, num_tensors + weight * tensors
             clipped += weight * grads
+            in_backward = job.plan.updates_in_backward and job.placements[unit.name].grads is SHARDED
+            if unit.name in self._on_host or in_backward:
+                num_elements, num_tensors = num_elements - weight * elements, num_tensors - weight * tensors
         if self.clips:
             yield from self._clip(MASTER_BYTES * clipped)
         launch, kernel = self._update_seconds(num_elements, num_tensors)
@@ -274,6 +300,79 @@ class TimeExecutor:
             yield self._work("update matrices", *self._matrices_seconds())
         if refreshed:
             yield self._copy("refresh", refreshed)
+        yield from self._update_on_host()
+
+    # Host memory
+
+    @property
+    def _on_host(self) -> AbstractSet[str]:
+        plan, placements = self.job.plan, self.job.placements
+        return {name for name, one in placements.items() if one.grads is SHARDED and plan.has_states_on_host(name)}
+
+    def _load(self, name: str, num_bytes: float) -> Instruction:
+        seconds = num_bytes / host_bytes_per_s(self.cluster.device)
+        return Instruction(LOAD, name, 0, self.overhead.gather, seconds)
+
+    def _update_on_host(self) -> Iterator[Instruction]:
+        """Pass states through the device, unit by unit in the order of their use; or let the CPU update them all."""
+        job = self.job
+        in_order = [name for name in dict.fromkeys((*job.short.spec.call_order, *self.sizes)) if name in self._on_host]
+        elements = {name: self.sizes[name].trainable / job.num_slices for name in in_order}
+        if in_order and job.plan.offload_update == "host":
+            yield Instruction(SYNC, "gradients")
+            ranks = min(self.cluster.num_ranks, self.cluster.devices_per_node)
+            yield Instruction(CALL, "update", 0, ranks * sum(elements.values()) / CPU_UPDATES_PER_S)
+            return
+        if not job.plan.updates_in_backward:
+            yield from (self._streamed(name) for name in in_order)
+
+    def _update_unit(self, name: str) -> Iterator[Instruction]:
+        """Update a unit inside backward, where a few of those in host memory are on their way at a time."""
+        if name in self._on_host:
+            yield self._streamed(name)
+            self._streaming.append(name)
+            if len(self._streaming) > GRADS_IN_FLIGHT:
+                yield Instruction(WAIT, f"update {self._streaming.pop(0)}")
+            return
+        sizes, slices = self.sizes[name], self.job.num_slices
+        launch, kernel = self._update_seconds(
+            sizes.trainable // slices, min(sizes.tensors, sizes.tensors // slices + 1)
+        )
+        yield self._work(f"update {name}", launch + self.overhead.step, kernel)
+
+    def _streamed(self, name: str) -> Instruction:
+        """Pass a unit's states through the device, in both directions at once."""
+        sizes, job = self.sizes[name], self.job
+        # The parameters in the compute dtype go out as well.
+        cast = sizes.compute_bytes / sizes.elements if sizes.is_cast else 0
+        each = MASTER_BYTES * (1 + job.optimizer.num_moments) + cast
+        seconds = sizes.trainable / job.num_slices * each / host_bytes_per_s(self.cluster.device, both_ways=True)
+        return Instruction(STREAM, f"update {name}", 0, STREAMED_TENSOR_SECONDS * sizes.tensors, seconds)
+
+    def _save_before(self, unit: str) -> Iterator[Instruction]:
+        """When a unit's forward begins, copy out what the previous one has saved; the one before that must be out."""
+        order = list(self.job.saved_on_host)
+        place = self._place_of_saved(unit)
+        if place is not None and 1 <= place <= len(order):
+            yield Instruction(STREAM, f"save {order[place - 1]}", place - 1 - len(order), self.overhead.gather)
+        if place is not None and place >= 2:
+            yield Instruction(WAIT, f"save {order[place - 2]}")
+
+    def _bring_saved(self, unit: str) -> Iterator[Instruction]:
+        """When a unit's backward begins, copy in what the one before it has saved, and wait for its own."""
+        order = list(self.job.saved_on_host)
+        place = self._place_of_saved(unit)
+        if place is not None and place >= 1:
+            yield Instruction(LOAD, f"saved {order[place - 1]}", place - 1 - len(order), self.overhead.gather)
+        if place is not None and place < len(order):
+            yield Instruction(WAIT, f"saved {unit}")
+
+    def _place_of_saved(self, unit: str) -> int | None:
+        """Return the place of a unit among those that save in host memory; the last one keeps its own."""
+        if not self.job.saved_on_host or not self.job.plan.has_activations_on_host(unit):
+            return None
+        order = list(self.job.saved_on_host)
+        return order.index(unit) if unit in order else len(order)
 
     def _update_seconds(self, num_elements: int, num_tensors: int) -> tuple[float, float]:
         return update_seconds(

@@ -1,5 +1,6 @@
 """The memory of our engine, operation by operation of a step."""
 
+from collections import deque
 from collections.abc import Mapping
 from functools import partial
 from typing import assert_never
@@ -9,6 +10,7 @@ from shardwise.planner.memory.executors.setting import MemoryExecutor, MemorySet
 from shardwise.planner.memory.replay import Recategorize, TakeGrads
 from shardwise.planner.trace_order import do_nothing, skipped_action
 from shardwise.program import Kind, Operation, Row, StepProgram, crossing_buckets
+from shardwise.program.chunks import GRADS_IN_FLIGHT
 from shardwise.program.compiled_program import Action
 
 
@@ -21,6 +23,8 @@ class OurMemory(MemoryExecutor):
         # Buckets whose slices are also summed over the replicate axis of the mesh.
         self._crossing = crossing_buckets(program.operations())
         self._called: set[str] = set()
+        # Gradients on their way to host memory.
+        self._sent: deque[int] = deque()
         self._with_buffer: set[str] = set()
         # Whether buffers exist from an earlier pass of this step.
         self._has_buffers = setting.plan.accumulate > 1 and not setting.plan.accumulate_reduced
@@ -67,7 +71,7 @@ class OurMemory(MemoryExecutor):
             kept = setting.rules.keeps_reduce_buffers and setting.placements[unit].grads is not SHARDED
             if self._has_buffers:
                 found["reduce"] += setting.weight(unit) * states.reduce
-            elif setting.plan.accumulate > 1 or kept:
+            elif kept or (setting.plan.accumulate > 1 and not self._leaves_at_once(self._bucket_of[unit])):
                 found["grads"] += setting.weight(unit) * (states.reduce if kept else states.grads)
         return found
 
@@ -111,22 +115,47 @@ class OurMemory(MemoryExecutor):
             self._deliver_slices(bucket, grads, others)
         else:
             self._deliver_replicated(bucket, grads, others)
-        if self.setting.plan.accumulate > 1 and self.setting.plan.accumulate_reduced:
+        summed = self.setting.plan.accumulate > 1 and self.setting.plan.accumulate_reduced
+        if summed and not self._leaves_at_once(bucket):
             # Added to those of earlier passes, and freed.
             self._change("grads", -grads, -others)
 
     def _deliver_slices(self, bucket: str, grads: int, others: int) -> None:
         crossed = self._bucket_bytes("reduce_slice", bucket)[0]
-        if bucket in self._crossing and crossed == grads:
+        if bucket in self._crossing and crossed == grads and not self._leaves_at_once(bucket):
             # The slice has the dtype of the gradients, and becomes them.
             self.changes.append(Recategorize(before="reduce", after="grads", num_bytes=crossed))
             self._change("grads", 0, others)
             return
-        self._change("grads", grads, others)
+        if self._leaves_at_once(bucket):
+            self._send(grads, in_flight=GRADS_IN_FLIGHT if self._is_on_host(bucket) else 0)
+        else:
+            self._change("grads", grads, others)
         if bucket in self._crossing:
             self._change("reduce", -crossed)
         else:
             self._release_buffer(bucket)
+
+    def _leaves_at_once(self, bucket: str) -> bool:
+        """Return whether the gradients are used inside backward, or copied to host memory, where they are updated."""
+        plan = self.setting.plan
+        by_cpu = self._is_on_host(bucket) and plan.offload_update == "host"
+        return self._is_sharded(bucket) and (plan.updates_in_backward or by_cpu)
+
+    def _is_on_host(self, bucket: str) -> bool:
+        return self._is_sharded(bucket) and self.setting.plan.has_states_on_host(self._members[bucket][0])
+
+    def _send(self, grads: int, *, in_flight: int) -> None:
+        """Let gradients go; those that leave for host memory, or are read by an update there, stay a little longer."""
+        self._change("grads", grads)
+        self._sent.append(grads)
+        while len(self._sent) > in_flight:
+            self._change("grads", -self._sent.popleft())
+
+    def _update(self) -> None:
+        while self._sent:
+            self._change("grads", -self._sent.popleft())
+        super()._update()
 
     def _deliver_replicated(self, bucket: str, grads: int, others: int) -> None:
         buffer, other_buffers = self._bucket_bytes("reduce", bucket)

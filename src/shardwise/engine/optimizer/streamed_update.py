@@ -8,7 +8,7 @@ gathered next. Each element is updated by the same operations as on the device, 
 
 import inspect
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -24,16 +24,36 @@ from shardwise.engine.core.flat_buffers import Owned
 from shardwise.engine.optimizer.known import ELEMENTWISE, name_of
 from shardwise.errors import InvalidPlan
 from shardwise.plan import Plan
-from shardwise.program.chunks import CHUNK_ELEMENTS, NUM_SLOTS
+from shardwise.program.chunks import CHUNK_ELEMENTS, GRADS_IN_FLIGHT, NUM_SLOTS
 
 
 def check_streamed(optimizer: Optimizer, *, plan: Plan) -> None:
     """Refuse an optimizer whose update of a part of a parameter may differ from that part of its update."""
-    if plan.offload_states and plan.offload_update == "device" and type(optimizer) not in ELEMENTWISE:
+    if type(optimizer) in ELEMENTWISE:
+        return
+    if plan.offload_states and plan.offload_update == "device":
         raise InvalidPlan(
             f"offload_states with {name_of(optimizer)}: only torch's own elementwise optimizers can update states that "
             "pass through the device in parts; set offload_update = 'host'"
         )
+    if plan.updates_in_backward:
+        raise InvalidPlan(
+            f"update = 'backward' with {name_of(optimizer)}: only torch's own elementwise optimizers can update "
+            "parameters one after the other; set update = 'step'"
+        )
+
+
+def empty_stand_in(optimizer: Optimizer) -> Optimizer:
+    """Return an optimizer of the same class and options, with the same groups but no parameters and no state."""
+    stand_in: Optimizer = object.__new__(type(optimizer))
+    groups = [{**group, "params": []} for group in optimizer.param_groups]
+    stand_in.__dict__ = {**optimizer.__dict__, "param_groups": groups, "state": defaultdict(dict)}
+    return stand_in
+
+
+def plain_step(optimizer: Optimizer) -> None:
+    """Run the step of an optimizer's class, without the hooks of its objects."""
+    inspect.unwrap(type(optimizer).step)(optimizer)
 
 
 @dataclass(slots=True)
@@ -74,6 +94,8 @@ class StreamedUpdate:
         self._states: weakref.WeakKeyDictionary[FlatParams, dict[str, Tensor]] = weakref.WeakKeyDictionary()
         self._taken: list[tuple[FlatParams, Owned, Tensor]] = []
         self._largest = 0
+        # Gradients that updates inside backward still read.
+        self._in_flight: deque[tuple[Any, Any]] = deque()
         core.events.values_read.append(lambda announced: self.settle())
 
     @property
@@ -119,7 +141,6 @@ class StreamedUpdate:
         if not self._taken:
             return
         self._streams.follow_compute()
-        self._largest = min(CHUNK_ELEMENTS, max(flat.layout.slice_elements for flat in self.flats))
         by_flat: dict[FlatParams, list[tuple[Owned, Tensor]]] = {}
         for flat, part, grad in self._taken:
             by_flat.setdefault(flat, []).append((part, grad))
@@ -127,7 +148,20 @@ class StreamedUpdate:
             self._stream(flat, parts, optimizer=optimizer)
         self._give_back()
 
+    def update_in_backward(
+        self, flat: FlatParams, parts: Sequence[tuple[Owned, Tensor]], *, optimizer: Optimizer
+    ) -> None:
+        """Begin the update of a flat whose gradients were just averaged; those of a few flats are kept at a time."""
+        self._streams.follow_compute()
+        self._stream(flat, parts, optimizer=optimizer)
+        self._in_flight.append((self._streams.record("step"), flat.in_use))
+        flat.in_use = None
+        if len(self._in_flight) > GRADS_IN_FLIGHT:
+            stepped, _ = self._in_flight.popleft()
+            self._streams.wait(None, stepped)
+
     def _stream(self, flat: FlatParams, parts: Sequence[tuple[Owned, Tensor]], *, optimizer: Optimizer) -> None:
+        self._largest = min(CHUNK_ELEMENTS, max(flat.layout.slice_elements for flat in self.flats))
         before, sent = flat.update, None
         for chunk in _chunks(parts, largest=self._largest):
             slot = self._slots[0]
@@ -150,7 +184,7 @@ class StreamedUpdate:
             brought = streams.record("bring")
         with streams.on("step"):
             streams.wait("step", brought)
-            inspect.unwrap(type(optimizer).step)(stand_in)
+            plain_step(stand_in)
             cast = self._room(slot, "staged", flat.staged[first:last]).copy_(here) if flat.is_staged else None
             stepped = streams.record("step")
         with streams.on("send"):
@@ -171,9 +205,7 @@ class StreamedUpdate:
         self, chunk: Sequence[_Piece], here: Tensor, *, first: int, slot: _Slot, optimizer: Optimizer
     ) -> Optimizer:
         """Return an optimizer of the same class and options for the pieces of a chunk, with their state."""
-        stand_in: Optimizer = object.__new__(type(optimizer))
-        groups = [{**group, "params": []} for group in optimizer.param_groups]
-        stand_in.__dict__ = {**optimizer.__dict__, "param_groups": groups, "state": defaultdict(dict)}
+        stand_in = empty_stand_in(optimizer)
         number_of = {id(one): number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
         for piece in chunk:
             parameter, offset = piece.part.parameter, piece.start - piece.part.start

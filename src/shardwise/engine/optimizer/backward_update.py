@@ -1,0 +1,73 @@
+"""Updates inside backward: each flat as soon as its gradients are averaged, which are freed at once."""
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.engine.core.core import Core
+from shardwise.engine.core.flat import FlatParams
+from shardwise.engine.core.flat_buffers import Owned
+from shardwise.engine.optimizer.streamed_update import StreamedUpdate, empty_stand_in, plain_step
+from shardwise.errors import InvalidModel
+
+
+class BackwardUpdate:
+    """Runs the optimizers of a core, part by part. `optimizers`: those that were adopted, by what they step."""
+
+    def __init__(self, core: Core, *, optimizers: Mapping[Optimizer, Any], streamed: StreamedUpdate) -> None:
+        self._core, self._optimizers, self._streamed = core, optimizers, streamed
+        self._updated: weakref.WeakSet[FlatParams] = weakref.WeakSet()
+        core.events.grads_averaged.append(self._update)
+        core.events.update_ended.append(self._updated.clear)
+
+    @torch.no_grad()
+    def _update(self, flat: FlatParams) -> None:
+        self._check(flat)
+        self._updated.add(flat)
+        flat.writes.before_own()
+        for optimizer in self._optimizers:
+            stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            parts = [
+                (part, part.parameter.grad)
+                for part in flat.owned
+                if part.parameter.grad is not None and id(part.parameter) in stepped
+            ]
+            if parts and flat.host is not None:
+                self._streamed.update_in_backward(flat, parts, optimizer=optimizer)
+            elif parts:
+                _step(flat, parts, optimizer=optimizer)
+        flat.writes.after_own()
+        flat.drop_grads(range(len(flat.params)))
+
+    def _check(self, flat: FlatParams) -> None:
+        unit = next(unit for unit in self._core.units.values() if any(flat is one for one in unit.flats))
+        if not self._optimizers:
+            raise InvalidModel("update = 'backward': give shardwise.prepare the optimizer, which updates in backward")
+        if flat in self._updated:
+            raise InvalidModel(
+                "update = 'backward': a second backward before optimizer.step(); call it after each backward, and use "
+                "shardwise.accumulate for several passes"
+            )
+        if not unit.used_all:
+            raise InvalidModel(
+                f"update = 'backward': backward has not used all parameters of {unit.name}, and whether other ranks "
+                "have is known only at its end; set update = 'step'"
+            )
+
+
+def _step(flat: FlatParams, parts: list[tuple[Owned, Tensor]], *, optimizer: Optimizer) -> None:
+    """Update parts of a flat where they are."""
+    stand_in = empty_stand_in(optimizer)
+    number_of = {id(one): number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
+    for part, grad in parts:
+        # Between two steps the optimizer's own parameters are guarded, for which torch has no fast kernels.
+        plain = nn.Parameter(flat.master[part.start : part.stop])
+        plain.grad = grad
+        stand_in.param_groups[number_of[id(part.parameter)]]["params"].append(plain)
+        # The same dictionary, which the step fills.
+        stand_in.state[plain] = optimizer.state[part.parameter]
+    plain_step(stand_in)
