@@ -23,7 +23,6 @@ from shardwise.comm.groups import Group
 from shardwise.errors import InvalidPlan
 from shardwise.plan.mesh import Mesh
 
-
 # Without its lowest bit no byte is NaN in fp8, nor the upper one of a NaN in bf16.
 _NO_NAN = 0xFE
 

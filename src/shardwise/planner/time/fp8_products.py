@@ -54,6 +54,9 @@ class Fp8Weights:
 
 NO_FP8 = Fp8Weights()
 
+# The end of a product's role (hardware/probe.py).
+_SCALES = {ROWWISE: " rowwise"}
+
 
 def fp8_weights(unit: UnitSpec, *, plan: Plan) -> Fp8Weights:
     """Return the weights of a unit that a plan multiplies in fp8."""
@@ -79,5 +82,5 @@ def fp8_kernels(op: Op, kernel: Kernel, *, weights: Fp8Weights) -> tuple[Kernel,
     num_bytes = m * k + n * k + 2 * m * n
     return (
         Kernel(CAST, "", 0.0, cast_bytes, (max(cast_bytes, 1.0), 1.0)),
-        product("fp8", (count, m, n, k), role=role, num_bytes=num_bytes),
+        product("fp8", (count, m, n, k), role=role + _SCALES.get(weights.way, ""), num_bytes=num_bytes),
     )
