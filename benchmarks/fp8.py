@@ -3,35 +3,35 @@
 Rank 0 of 8 in rehearsal: every row of the program is issued, the other ranks are absent, and communication takes no
 time, so that only the products can gain. `fsdp`, compiled units, fused AdamW, one batch on the device. Each case runs
 in a process of its own, in which all ways are set up and blocks of steps alternate. Writes
-benchmarks/results/fp8_h200.json after every case; rows of other cases are kept.
+benchmarks/results/fp8_h200.json after every case; rows of other cases are kept. `--predict` adds what the planner says
+to all of its rows, without a GPU.
 
     bf16          ours
     tensorwise    ours in fp8, one scale per tensor
     rowwise       ours in fp8, one scale per row
     torchao       torchao's float8 (tensorwise, fp8 gathers) with fully_shard under torch's fake process group, the same
-                  units, compiled; where torchao can be imported
+                  units, compiled; needs torchao (`pip install --no-deps torchao==0.18.0`)
     fully_shard   the same in bf16
 
-`captured` cases replay whole steps of ours as CUDA graphs. `--products` times single products instead: bf16, and both
-recipes with their casts, compiled, by shape (results/fp8_products_h200.json).
+`captured` cases replay whole steps of ours as CUDA graphs. fp8_products.py times single layers.
 """
 
-import statistics
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from math import isfinite
+from pathlib import Path
 from typing import Any
 
 import measuring
 import torch
 import workers
 from torch import Tensor, nn
-from torch.nn import functional
 from training_case import make_optimizer
 
 import shardwise
 from shardwise import Plan
-from shardwise.engine.fp8.linear import RowwiseLinear, TensorwiseLinear
 from shardwise.hardware import cluster_of
 from shardwise.planner.search.candidates import cost
 from shardwise.program.buffers import gather_bytes
@@ -62,10 +62,12 @@ CASES = {
     "Llama-1B 2×2048 captured": Case(model="llama-3.2-1b", batch=2, seq=2048, captured=True),
     "Llama-1B 4×2048 captured": Case(model="llama-3.2-1b", batch=4, seq=2048, captured=True),
     "Llama-8B 1×8192 peers": Case(model="llama-3.1-8b", batch=1, seq=8192, ways=_PEERS),
+    "Llama-8B 1×8192 captured": Case(
+        model="llama-3.1-8b", batch=1, seq=8192, captured=True, ways=("tensorwise", "torchao")
+    ),
     "tiny": Case(model="llama-tiny", batch=2, seq=64),
+    "tiny peers": Case(model="llama-tiny", batch=2, seq=64, ways=_PEERS),
 }
-PRODUCTS = [(2048, 2048), (2048, 512), (2048, 8192), (8192, 2048), (4096, 4096), (4096, 1024), (4096, 14336)]
-ROWS = [2048, 4096, 8192, 16384]
 
 
 def plan_of(case: Case, way: str) -> Plan:
@@ -92,7 +94,7 @@ def step_of(case: Case, way: str, *, device: str, collectives: Any, said: list[s
     model = task.model.train()
     batch = tuple(torch.randint(200, one.shape, device=device) for one in task.make_batch(case.batch))
     if way in ("torchao", "fully_shard"):
-        shard_by_torch(model, in_fp8=way == "torchao")
+        shard_by_torch(model, in_fp8=way == "torchao", emulates=device == "cpu")
         optimizer = make_optimizer("adamw-fused", model)
     else:
         optimizer = make_optimizer("adamw-fused", model)
@@ -113,21 +115,25 @@ def step_of(case: Case, way: str, *, device: str, collectives: Any, said: list[s
     return lambda: taken(*batch)
 
 
-def shard_by_torch(model: nn.Module, *, in_fp8: bool) -> None:
-    """Cut the same units by fully_shard, compiled as torchtitan compiles them; with torchao's float8 on request."""
+def shard_by_torch(model: nn.Module, *, in_fp8: bool, emulates: bool) -> None:
+    """Cut the same units by fully_shard, compiled as torchtitan compiles them; with torchao's float8 on request.
+
+    As in torchtitan: layers are converted, then each block is compiled as one graph, then sharded, so that the hooks
+    that gather stay outside of compiled code.
+    """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     modules = unit_modules(model)
     if in_fp8:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-        config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+        config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=emulates)
         named = tuple(f"{name}." for name in modules if name != ROOT)
         convert_to_float8_training(model, config=config, module_filter_fn=lambda module, path: path.startswith(named))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for name, module in modules.items():
         if name != ROOT:
-            module.compile(backend="inductor")
+            module.forward = torch.compile(module.forward, fullgraph=True)
             fully_shard(module, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
 
@@ -162,67 +168,36 @@ def gathered_share(case: Case) -> float:
 def measure(case: Case, *, ranks: int, blocks: int, device: str, collectives: Any) -> dict[str, Any]:
     said: list[str] = []
     makes = {way: partial(step_of, case, way, device=device, collectives=collectives, said=said) for way in case.ways}
-    ratios = [("bf16", way) for way in case.ways if way != "bf16"]
+    ratios = [("bf16", way) for way in case.ways if "bf16" in case.ways and way != "bf16"]
     ratios += [(theirs, "tensorwise") for theirs in ("torchao", "fully_shard") if theirs in case.ways]
     found = measuring.compared(makes, warm_up=WARM_UP, blocks=blocks, ratios=ratios)
-    ours = [way for way in case.ways if way not in ("torchao", "fully_shard")]
-    expected = {way: predicted(case, way, ranks=ranks) for way in ours} if device == "cuda" else {}
-    return {**found, "predicted": expected, "gathered_share": gathered_share(case), "messages": said}
+    said += [f"{way}: the loss is {loss}" for way, loss in found["last_losses"].items() if not isfinite(loss)]
+    return {**found, "predicted": {}, "gathered_share": gathered_share(case), "messages": said}
 
 
-# Single products
-
-
-def products(*, blocks: int) -> list[dict[str, Any]]:
-    """Time forward and backward of one layer, compiled, by shape."""
-    rows = []
-    for inputs, outputs in PRODUCTS:
-        for num_rows in ROWS:
-            steps = {}
-            for way, kind in {"bf16": nn.Linear, "tensorwise": TensorwiseLinear, "rowwise": RowwiseLinear}.items():
-                torch._dynamo.reset()
-                steps[way] = _layer_step(kind, inputs=inputs, outputs=outputs, num_rows=num_rows)
-            seconds = measuring.in_turn(steps, blocks=blocks, block_seconds=0.02)
-            row = {"inputs": inputs, "outputs": outputs, "rows": num_rows}
-            row["seconds"] = {way: statistics.median(times) for way, times in seconds.items()}
-            print(row, flush=True)
-            rows.append(row)
-    return rows
-
-
-def _layer_step(kind: type[nn.Linear], *, inputs: int, outputs: int, num_rows: int) -> Callable[[], None]:
-    layer = nn.Linear(inputs, outputs, bias=False, device="cuda", dtype=torch.bfloat16)
-    layer.__class__ = kind
-    x = torch.randn(num_rows, inputs, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    grad = torch.randn(num_rows, outputs, device="cuda", dtype=torch.bfloat16)
-
-    # With something elementwise around it, into which casts can be fused, as in a model.
-    @torch.compile
-    def compute(x: Tensor) -> Tensor:
-        return functional.silu(layer(functional.rms_norm(x, (inputs,))))
-
-    def step() -> None:
-        x.grad = layer.weight.grad = None
-        compute(x).backward(grad)
-
-    for _ in range(3):
-        step()
-    graph = torch.cuda.CUDAGraph()
-    x.grad = layer.weight.grad = None
-    with torch.cuda.graph(graph):
-        compute(x).backward(grad)
-    return graph.replay
+def predict(path: Path) -> None:
+    """Write the planner's answers into all rows of a file. Needs no GPU."""
+    rows = json.loads(path.read_text())["rows"]
+    for row in rows:
+        case = CASES[row["case"]]
+        ours = [way for way in case.ways if way not in ("torchao", "fully_shard")]
+        row["predicted"] = {way: predicted(case, way, ranks=row["ranks"]) for way in ours}
+        for way, found in row["predicted"].items():
+            seconds, peak = row["step_seconds"].get(way), row["peak_bytes"].get(way)
+            if seconds and peak:
+                time_off, memory_off = found["step_seconds"] / seconds - 1, found["allocated_bytes"] / peak - 1
+                print(f"{row['case']}, {way}: time {time_off:+.1%}, allocated {memory_off:+.2%}", flush=True)
+    measuring.write_part(path, "rows", rows)
 
 
 def main() -> None:
     out = measuring.RESULTS / "fp8_h200.json"
-    cases = [name for name in CASES if name != "tiny"]
+    cases = [name for name in CASES if not name.startswith("tiny")]
     asked = measuring.options(
-        __doc__, ranks=8, cases=cases, blocks=5, out=out, products=False, device="cuda", limit=300, here=""
+        __doc__, ranks=8, cases=cases, blocks=5, out=out, predict=False, device="cuda", limit=300, here=""
     )
-    if asked.products:
-        rows = products(blocks=asked.blocks)
-        measuring.write(measuring.RESULTS / "fp8_products_h200.json", {**measuring.circumstances(), "rows": rows})
+    if asked.predict:
+        predict(asked.out)
         return
     if asked.here:
         with measuring.job(asked.device, num_ranks=asked.ranks) as collectives:
@@ -233,8 +208,11 @@ def main() -> None:
     options = ("--ranks", str(asked.ranks), "--blocks", str(asked.blocks), "--device", asked.device)
     for name, rows in workers.in_processes(__file__, asked.cases, *options, limit_seconds=asked.limit):
         measuring.show_compared(name, rows[0])
-        print(f"gathered {rows[0]['gathered_share']:.3f} of bf16's bytes, predicted {rows[0]['predicted']}", flush=True)
-        measuring.replace_rows(asked.out, rows, key=lambda row: row["case"], ranks=asked.ranks)
+        print(f"gathered {rows[0]['gathered_share']:.3f} of bf16's bytes", flush=True)
+        circumstances = {**measuring.circumstances(), "ranks": asked.ranks}
+        # Rows of one file may come from several runs.
+        rows = [{**row, **{key: circumstances[key] for key in ("ranks", "versions", "command")}} for row in rows]
+        measuring.replace_rows(asked.out, rows, key=lambda row: row["case"])
 
 
 if __name__ == "__main__":

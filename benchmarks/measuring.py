@@ -68,7 +68,7 @@ def circumstances() -> dict[str, Any]:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     cpu = platform.processor() or platform.machine()
     versions = {"python": platform.python_version(), "torch": torch.__version__}
-    for package in ("transformers", "accelerate"):
+    for package in ("transformers", "accelerate", "torchao"):
         with suppress(PackageNotFoundError):
             versions[package] = version(package)
     return {

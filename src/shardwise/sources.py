@@ -21,14 +21,15 @@ from shardwise.models.shapes import GPTShape, LlamaShape, TokenShape
 from shardwise.models.transformers_shapes import TRANSFORMERS_SHAPES
 from shardwise.plan import Plan
 from shardwise.planner.memory.peak import computes_in
-from shardwise.planner.ways import traced_ways
+from shardwise.planner.ways import fp8_traces, traced_ways
+from shardwise.program.fp8_layers import fp8_weight_names
 from shardwise.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
 from shardwise.spec.adaptation import Adaptation
 from shardwise.spec.architecture import Architecture, architecture_of
 from shardwise.spec.kept import keep_spec, kept_spec, spec_key
 from shardwise.spec.losses import LEAN, USUAL, with_usual_loss
 from shardwise.spec.shipped import ready_spec
-from shardwise.spec.step import COMPILED
+from shardwise.spec.step import COMPILED, FP8_WAYS
 
 if TYPE_CHECKING:
     from shardwise.tasks import Task
@@ -49,6 +50,7 @@ class Source:
     kernels   those of a cuda or cpu device
     adaptation   LoRA or QLoRA instead of training all parameters
     tile      modules that compute in tiles of so many tokens, as in a plan
+    fp8       weights that are multiplied in fp8, as in a plan
     loss      of a catalogue model that reads tokens: lean, which `shardwise train` uses, or usual (spec/losses.py)
     """
 
@@ -62,6 +64,7 @@ class Source:
         loss: str = LEAN,
         adaptation: Adaptation | None = None,
         tile: Mapping[str, int] | None = None,
+        fp8: frozenset[str] = frozenset(),
         while_tracing: Callable[[str], AbstractContextManager[object]] = lambda name: nullcontext(),
     ) -> None:
         self.reference = model if isinstance(model, str) else type(model.model).__name__
@@ -69,8 +72,9 @@ class Source:
         if adaptation is not None and self.reference.startswith(("params:", "python:")):
             raise InvalidModel(f"{self.reference}: --lora is for models by name; a python: task adds its own adapters")
         self._while_tracing = while_tracing
-        self._tile = tile or {}
-        self._tiled: dict[Mapping[str, int], Source] = {}
+        self._tile, self._fp8 = tile or {}, fp8
+        # The same model with tiled modules, or with layers in fp8.
+        self._changed: dict[object, Source] = {}
         self._task: Task | None = None if isinstance(model, str) else model
         # A task of the caller's is traced in any case: it has no reference by which it could be found again.
         self._is_given = self._task is not None
@@ -90,10 +94,13 @@ class Source:
         if self.reference.startswith("params:"):
             return self._spec
         if plan.tile and not self._tile:
-            return self._tiled_source(plan.tile).spec_for(plan)
+            return self._with_changes(plan.tile, tile=plan.tile, fp8=self._fp8).spec_for(plan)
+        layers = fp8_weight_names(self._spec, plan=plan)
+        if layers and not self._fp8:
+            return self._with_changes(layers, tile=self._tile, fp8=layers).spec_for(plan)
         way = computes_in(self._spec, plan=plan)
-        hows = traced_ways(self._spec, plan=plan)
-        missing = [(way, how) for how in hows if self._spec.trace(computes_in=way, recompute=how) is None]
+        ways = [(way, how) for how in traced_ways(self._spec, plan=plan)] + fp8_traces(self._spec, plan=plan)
+        missing = [(way, how) for way, how in ways if self._spec.trace(computes_in=way, recompute=how) is None]
         if set(missing) - self._left_out:
             self._spec = self._with(missing)
         if not self.has_usual_loss:
@@ -102,10 +109,10 @@ class Source:
             self._usual = self._spec, with_usual_loss(self._spec)
         return self._usual[1]
 
-    def _tiled_source(self, tile: Mapping[str, int]) -> "Source":
-        """Return the same model with tiled modules."""
-        if tile not in self._tiled:
-            self._tiled[tile] = Source(
+    def _with_changes(self, key: object, *, tile: Mapping[str, int], fp8: frozenset[str]) -> "Source":
+        """Return the same model with modules that are tiled or multiply in fp8."""
+        if key not in self._changed:
+            self._changed[key] = Source(
                 self._task if self._is_given and self._task is not None else self.reference,
                 seq=self._seq,
                 image=self._image,
@@ -113,9 +120,10 @@ class Source:
                 loss=USUAL if self.has_usual_loss else LEAN,
                 adaptation=self._adaptation,
                 tile=tile,
+                fp8=fp8,
                 while_tracing=self._while_tracing,
             )
-        return self._tiled[tile]
+        return self._changed[key]
 
     @property
     def has_default_length(self) -> bool:
@@ -168,15 +176,22 @@ class Source:
         if self._is_shipped:
             spec = ready_spec(self.reference, ways=ways)
             found = {(trace.computes_in, trace.recompute) for trace in spec.traces} if spec is not None else set()
-            left_out = set(ways) - found
+            left_out = {(way, how) for way, how in ways if (way, how) not in found and way not in FP8_WAYS}
             if spec is not None and all(how in COMPILED.values() for _, how in left_out):
                 self._left_out |= left_out
-                return replace(self._spec, batch_bytes=spec.batch_bytes, traces=(*self._spec.traces, *spec.traces))
+                self._add(spec)
+                ways = set(ways) - found - left_out
         if self._architecture is not None:
             spec = self._architecture.spec(name=self.reference, ways=ways)
-            self._spec = replace(self._spec, batch_bytes=spec.batch_bytes, traces=(*self._spec.traces, *spec.traces))
+            self._add(spec)
             ways = set(ways) - {(trace.computes_in, trace.recompute) for trace in spec.traces}
         return self._live(ways) if ways else self._spec
+
+    def _add(self, spec: ModelSpec) -> None:
+        """Add the traces of a spec that came with the package."""
+        if spec.traces:
+            traces = (*self._spec.traces, *spec.traces)
+            self._spec = replace(self._spec, batch_bytes=spec.batch_bytes, traces=traces)
 
     def _live(self, ways: Collection[Way]) -> ModelSpec:
         """Return the spec from a new trace, or from the cache."""
@@ -190,6 +205,7 @@ class Source:
                 ways=ways,
                 adaptation=self._adaptation,
                 tile=self._tile,
+                fp8=self._fp8,
                 of_transformers=self.reference in TRANSFORMERS_SHAPES,
             )
         traced = kept_spec(key)
@@ -220,7 +236,7 @@ class Source:
                 check_tiles(self._task.model, tile=self._tile, units=())
                 undo = tile_modules(self._task.model, tile=self._tile, verifies=False)
             try:
-                return trace_task(self._task, name=self.reference, ways=ways, kernels=self._kernels)
+                return trace_task(self._task, name=self.reference, ways=ways, kernels=self._kernels, fp8=self._fp8)
             finally:
                 for one in reversed(undo):
                     one()

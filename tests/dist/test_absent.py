@@ -70,6 +70,18 @@ def test_a_gather_tiles_the_own_slice_in_place(index: int) -> None:
     assert buffer.data_ptr() == address
 
 
+def test_a_gather_of_bytes_makes_no_nan_of_weights_in_fp8_or_bf16() -> None:
+    pairs = torch.stack(torch.meshgrid(torch.arange(256), torch.arange(256), indexing="ij"), dim=-1)
+    own = pairs.to(torch.uint8).flatten()
+    buffer = torch.cat([own, torch.full_like(own, 255)])
+    AbsentCollectives().all_gather(buffer, group=group_of(2)).wait()
+    assert torch.equal(buffer[: own.numel()], own)
+    others = buffer[own.numel() :]
+    assert others.view(torch.float8_e4m3fn).float().isfinite().all()
+    assert others.view(torch.bfloat16).float().isfinite().all()
+    assert (others >> 1).equal(own >> 1)
+
+
 def test_a_gather_of_one_rank_or_of_nothing_is_a_gather() -> None:
     buffer = torch.arange(4.0)
     AbsentCollectives().all_gather(buffer, group=group_of(1)).wait()

@@ -19,10 +19,14 @@ from shardwise.plan.mesh import Mesh
 from shardwise.plan.patterns import Patterns
 from shardwise.plan.placement import STRATEGIES
 from shardwise.planner import MemoryEstimate, estimate
+from shardwise.planner.ways import fp8_traces, traced_ways
+from shardwise.program.fp8_layers import fp8_weight_names
 from shardwise.spec import ModelSpec
 from shardwise.tasks import Task, image_task, token_task
+from shardwise.trace import trace_task
 from shardwise.trace.observe import Way
 from shardwise.trace.trace import trace_model
+from shardwise.units import model_spec
 
 SHAPES: dict[str, tuple[Shape, int]] = {
     "gpt": (GPTShape(num_layers=3, width=64, num_heads=4, vocab_size=250, max_seq=32), 4),
@@ -75,6 +79,14 @@ def spec_of(name: str, precision: str, recompute: str, tile: Patterns[int]) -> M
     return trace_model(task.model, loss=task.loss, make_batch=task.make_batch, name=name, ways=ways)
 
 
+def spec_in_fp8(name: str, plan: Plan) -> ModelSpec:
+    """Traced with the plan's layers in fp8 as well."""
+    task = task_of(name, device="meta")
+    bare = model_spec(task.model, name=name)
+    ways = [("bf16", how) for how in traced_ways(bare, plan=plan)] + fp8_traces(bare, plan=plan)
+    return trace_task(task, name=name, ways=ways, kernels="cpu", fp8=fp8_weight_names(bare, plan=plan))
+
+
 def measured(rank: int, name: str, plans: list[Plan]) -> list[tuple[int, int]]:
     """(peak of a step, what is left after it) of each plan."""
     with alike_ranks():
@@ -90,8 +102,12 @@ def check(name: str, plans: list[Plan], *, num_ranks: int) -> None:
 
 
 def predict(name: str, plan: Plan, *, num_ranks: int) -> MemoryEstimate:
+    if plan.has_fp8:
+        spec = spec_in_fp8(name, plan)
+    else:
+        spec = spec_of(name, plan.precision, plan.recompute, Patterns(plan.tile))
     return estimate(
-        spec_of(name, plan.precision, plan.recompute, Patterns(plan.tile)),
+        spec,
         plan=plan,
         num_ranks=num_ranks,
         batch=SHAPES[name][1],
@@ -129,6 +145,17 @@ def test_and_where_units_hold_frozen_parameters_too(num_ranks: int) -> None:
 def test_in_bf16_too() -> None:
     # Few, because some CPUs have no bf16, and take long.
     check("gpt", [Plan(strategy="fsdp", precision="bf16")], num_ranks=1)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_in_fp8_the_copies_and_casts_of_its_layers_are_predicted(recipe: str) -> None:
+    fp8 = {"precision": "fp8", "fp8_recipe": recipe, "fp8_min_features": 16}
+    plans = [
+        *(Plan(strategy=strategy, **fp8) for strategy in ("ddp", "zero2", "fsdp")),
+        Plan(overrides={"blocks.1": "ddp"}, keep_bf16=("blocks.2",), **fp8),
+        Plan(recompute="full", **fp8),
+    ]
+    check("llama", plans, num_ranks=2)
 
 
 @pytest.mark.parametrize(("name", "recompute"), [("resnet", "full"), ("llama", "selective"), *whole(("gpt", "full"))])

@@ -23,11 +23,16 @@ from shardwise.comm.groups import Group
 from shardwise.errors import InvalidPlan
 from shardwise.plan.mesh import Mesh
 
+# Without its lowest bit no byte is NaN in fp8, nor the upper one of a NaN in bf16.
+_NO_NAN = 0xFE
+
 
 class AbsentCollectives:
     """Collectives in which every other rank sends what this one has.
 
     None of them allocates. `all_gather` and `all_to_all` copy bytes, since an engine must find its buffer written to.
+    Bytes of weights in fp8 and bf16 may come to lie where the other dtype is read. They are kept from becoming NaN, so
+    that losses stay finite and kernels multiply numbers.
     """
 
     @torch.no_grad()
@@ -36,7 +41,11 @@ class AbsentCollectives:
         own = own_slice(buffer, group=group) if own is None else own
         slices = buffer.view(group.size, own.numel())
         for others in (slices[: group.index], slices[group.index + 1 :]):
-            if len(others):
+            if not len(others):
+                continue
+            if own.dtype is torch.uint8:
+                torch.bitwise_and(own.expand_as(others), _NO_NAN, out=others)
+            else:
                 others.copy_(own.expand_as(others))
         return DONE
 

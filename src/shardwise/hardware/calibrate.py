@@ -1,6 +1,6 @@
 """Measures this device, row by row; fit.py makes its table from the rows.
 
-python -m shardwise.hardware.calibrate --rows ROWS.json [--device cuda|cpu]
+python -m shardwise.hardware.calibrate --rows ROWS.json [--device cuda|cpu] [--only fp8]
 
 A row is a kernel, a kind of layer, an optimizer or a collective at one size, with the seconds that it took.
 """
@@ -26,13 +26,21 @@ LIMIT_SECONDS = 240.0
 
 
 def measure_device(
-    device: torch.device, *, progress: Progress = lambda done, total: None, limit_seconds: float = LIMIT_SECONDS
+    device: torch.device,
+    *,
+    progress: Progress = lambda done, total: None,
+    limit_seconds: float = LIMIT_SECONDS,
+    only: str = "",
 ) -> dict[str, Any]:
-    """Return the measured rows and a description of the device. Kernels left after `limit_seconds` are skipped."""
+    """Return the measured rows and a description of the device. Kernels left after `limit_seconds` are skipped.
+
+    `only`: nothing but the kernels of this dtype, to be added to a full calibration.
+    """
     began = time.monotonic()
     about = _about(device)
     probes = cuda_probes() if device.type == "cuda" else cpu_probes()
-    rows: list[CalibrationRow] = [*dispatch_rows(device), *update_rows(device)]
+    probes = [probe for probe in probes if not only or probe.dtype == only]
+    rows: list[CalibrationRow] = [] if only else [*dispatch_rows(device), *update_rows(device)]
     # The rows of the host count as one step of the progress.
     total = len(probes) + 1
     progress(1, total)
@@ -59,7 +67,7 @@ def _measured(probe: Probe, *, stopwatch: Stopwatch) -> CalibrationRow:
         return probe.row(seconds=0.0) | {"error": "does not fit"}
     try:
         row = probe.row(seconds=stopwatch.seconds(probe))
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         row = probe.row(seconds=0.0) | {"error": " ".join(str(error).split())[:200]}
     if stopwatch.stream is not None and probe.num_bytes > 2**26:
         torch.cuda.empty_cache()
@@ -88,9 +96,10 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rows", type=Path, required=True, help="where the measurements go, as JSON")
     parser.add_argument("--limit-seconds", type=float, default=LIMIT_SECONDS)
+    parser.add_argument("--only", default="", help="dtype of the kernels that are measured (default: everything)")
     options = parser.parse_args()
     device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
-    measured = measure_device(device, limit_seconds=options.limit_seconds)
+    measured = measure_device(device, limit_seconds=options.limit_seconds, only=options.only)
     options.rows.write_text(json.dumps(measured, indent=None).replace('{"name"', '\n{"name"') + "\n")
     rows, failed = measured["rows"], [row for row in measured["rows"] if "error" in row]
     print(f"{len(rows)} rows in {measured['seconds']} s, {len(failed)} failed, {measured['left_out']} left out")

@@ -85,7 +85,7 @@ BY_COLUMNS = (
 def product(dtype: str, sizes: tuple[float, ...], *, role: str, num_bytes: float) -> Kernel:
     """Return the kernel of `count` matrix products of (m, n, k). Its role names the alignment of rows to 16 bytes."""
     count, m, n, k = sizes
-    inner = (m, n) if role == "weight" else (n, k)
+    inner = (m, n) if role.startswith("weight") else (n, k)
     if dtype != "fp32":
         role += next(name for values, name in _ALIGNED.items() if not any(size % values for size in inner))
     return Kernel("matmul", dtype, 2 * count * m * n * k, num_bytes, sizes, role=role)
@@ -168,10 +168,13 @@ class KernelModel:
     def _reach(self, kernel: Kernel) -> float:
         """Return the calibrated reach; if unknown, that of the same kernel in another dtype, or of an addition."""
         reach = self.calibration.reach
+        # Without the kind of scales of a product in fp8.
+        role = kernel.role.replace(" rowwise", "")
         for key in (
             kernel.key,
             f"{kernel.name} {kernel.role.partition(' aligned to')[0]} unaligned {kernel.dtype}",
-            f"{kernel.name} {kernel.role} bf16",
+            f"{kernel.name} {role} {kernel.dtype}",
+            f"{kernel.name} {role} bf16",
             f"{kernel.name} {kernel.dtype}",
             kernel.name,
             "add",

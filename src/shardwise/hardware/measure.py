@@ -28,7 +28,7 @@ _NUM_TIMINGS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Kernel:
+class MeasuredKernel:
     """A function of tensors, and the positions of those that require a gradient."""
 
     function: Callable[..., Any]
@@ -66,14 +66,19 @@ class Stopwatch:
         return max(1, min(most, -(-2 * self.cache_bytes // max(probe.num_bytes, 1))))
 
 
-def _call(probe: Probe, *, device: torch.device) -> Call:
-    """Return a call of the kernel on new tensors."""
+def kernel_of(probe: Probe, *, device: torch.device) -> MeasuredKernel:
+    """Return the kernel of a probe, with new tensors."""
 
     def new(*shape: int) -> Tensor:
         # Random values: multiplying zeros takes less power, and so is faster.
         return torch.randn(shape, device=device, dtype=DTYPES[probe.dtype])
 
-    kernel = _KERNELS[probe.name.removesuffix("_backward")](probe, new)
+    return _KERNELS[probe.name.removesuffix("_backward")](probe, new)
+
+
+def _call(probe: Probe, *, device: torch.device) -> Call:
+    """Return a call of the kernel on new tensors."""
+    kernel = kernel_of(probe, device=device)
     if not probe.is_backward:
 
         def forward() -> Any:
@@ -146,30 +151,37 @@ def _elapsed(calls: Sequence[Call]) -> list[float]:
 # The kernels, as the models of the catalogue call them. `new` makes a random tensor of a shape in the probe's dtype.
 
 
-def _matmul(probe: Probe, new: NewTensor) -> _Kernel:
+def _matmul(probe: Probe, new: NewTensor) -> MeasuredKernel:
     m, n, k = probe.dims
     if probe.dtype == "fp8":
         return _fp8_matmul(probe, new)
     if probe.role == "forward":
-        return _Kernel(function=torch.addmm, inputs=(new(n), new(m, k), new(n, k).t()))
+        return MeasuredKernel(function=torch.addmm, inputs=(new(n), new(m, k), new(n, k).t()))
     left = new(m, k) if probe.role == "input" else new(k, m).t()
-    return _Kernel(function=torch.mm, inputs=(left, new(k, n)))
+    return MeasuredKernel(function=torch.mm, inputs=(left, new(k, n)))
 
 
-def _fp8_matmul(probe: Probe, new: NewTensor) -> _Kernel:
-    """A product as engine/fp8/linear.py calls it under the tensorwise recipe: gradients are the left operand."""
+def _fp8_matmul(probe: Probe, new: NewTensor) -> MeasuredKernel:
+    """A product as engine/fp8/linear.py calls it: rows of the left operand and columns of the right one lie end to end.
+
+    Gradients are the left operand, in e5m2 if there is one scale per operand.
+    """
     m, n, k = probe.dims
-    fast = probe.role == "forward"
-    left = new(m, k).to(torch.float8_e4m3fn if fast else torch.float8_e5m2)
-    one = torch.ones((), device=left.device)
+    role, _, is_rowwise = probe.role.partition(" ")
+    fast = role == "forward"
+    left = new(m, k).to(torch.float8_e4m3fn if fast or is_rowwise else torch.float8_e5m2)
+    shapes = ((m, 1), (1, n)) if is_rowwise else ((), ())
+    scale_a, scale_b = (torch.ones(shape, device=left.device) for shape in shapes)
 
     def multiply(left: Tensor, right: Tensor) -> Tensor:
-        return torch._scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=fast)
+        return torch._scaled_mm(
+            left, right, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast
+        )
 
-    return _Kernel(function=multiply, inputs=(left, new(n, k).to(torch.float8_e4m3fn).t()))
+    return MeasuredKernel(function=multiply, inputs=(left, new(n, k).to(torch.float8_e4m3fn).t()))
 
 
-def _attention(probe: Probe, new: NewTensor) -> _Kernel:
+def _attention(probe: Probe, new: NewTensor) -> MeasuredKernel:
     batch, heads, kv_heads, seq, width = probe.dims
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -177,10 +189,10 @@ def _attention(probe: Probe, new: NewTensor) -> _Kernel:
         return F.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=kv_heads != heads)
 
     inputs = tuple(new(batch, seq, count, width).transpose(1, 2) for count in (heads, kv_heads, kv_heads))
-    return _Kernel(function=attend, inputs=inputs, differentiable=(0, 1, 2))
+    return MeasuredKernel(function=attend, inputs=inputs, differentiable=(0, 1, 2))
 
 
-def _convolution(probe: Probe, new: NewTensor) -> _Kernel:
+def _convolution(probe: Probe, new: NewTensor) -> MeasuredKernel:
     batch, inputs, outputs, kernel, stride, image = probe.dims
     padding = 0 if kernel == stride else kernel // 2
 
@@ -188,10 +200,10 @@ def _convolution(probe: Probe, new: NewTensor) -> _Kernel:
         return F.conv2d(x, weight, stride=stride, padding=padding)
 
     tensors = new(batch, inputs, image, image), new(outputs, inputs, kernel, kernel)
-    return _Kernel(function=convolve, inputs=tensors, differentiable=(1,) if inputs == 3 else (0, 1))
+    return MeasuredKernel(function=convolve, inputs=tensors, differentiable=(1,) if inputs == 3 else (0, 1))
 
 
-def _batch_norm(probe: Probe, new: NewTensor) -> _Kernel:
+def _batch_norm(probe: Probe, new: NewTensor) -> MeasuredKernel:
     batch, channels, image = probe.dims
     x = new(batch, channels, image, image)
     weight, bias, mean, variance = (torch.ones(channels, device=x.device) for _ in range(4))
@@ -199,94 +211,96 @@ def _batch_norm(probe: Probe, new: NewTensor) -> _Kernel:
     def normalize(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return F.batch_norm(x, mean, variance, weight, bias, training=True)
 
-    return _Kernel(function=normalize, inputs=(x, weight, bias), differentiable=(0, 1, 2))
+    return MeasuredKernel(function=normalize, inputs=(x, weight, bias), differentiable=(0, 1, 2))
 
 
-def _max_pool(probe: Probe, new: NewTensor) -> _Kernel:
+def _max_pool(probe: Probe, new: NewTensor) -> MeasuredKernel:
     batch, channels, image = probe.dims
     x = new(batch, channels, image, image)
-    return _Kernel(function=lambda x: F.max_pool2d(x, 3, stride=2, padding=1), inputs=(x,))
+    return MeasuredKernel(function=lambda x: F.max_pool2d(x, 3, stride=2, padding=1), inputs=(x,))
 
 
-def _layer_norm(probe: Probe, new: NewTensor) -> _Kernel:
+def _layer_norm(probe: Probe, new: NewTensor) -> MeasuredKernel:
     rows, columns = probe.dims
-    return _Kernel(
+    return MeasuredKernel(
         function=lambda x, weight, bias: F.layer_norm(x, (columns,), weight, bias),
         inputs=(new(rows, columns), new(columns), new(columns)),
         differentiable=(0, 1, 2),
     )
 
 
-def _rms_norm(probe: Probe, new: NewTensor) -> _Kernel:
+def _rms_norm(probe: Probe, new: NewTensor) -> MeasuredKernel:
     rows, columns = probe.dims
-    return _Kernel(
+    return MeasuredKernel(
         function=lambda x, weight: F.rms_norm(x, (columns,), weight, 1e-5),
         inputs=(new(rows, columns), new(columns)),
         differentiable=(0, 1),
     )
 
 
-def _nll_loss(probe: Probe, new: NewTensor) -> _Kernel:
+def _nll_loss(probe: Probe, new: NewTensor) -> MeasuredKernel:
     rows, columns = probe.dims
     scores = new(rows, columns)
-    return _Kernel(function=F.nll_loss, inputs=(scores, torch.randint(columns, (rows,), device=scores.device)))
+    return MeasuredKernel(function=F.nll_loss, inputs=(scores, torch.randint(columns, (rows,), device=scores.device)))
 
 
-def _embedding(probe: Probe, new: NewTensor) -> _Kernel:
+def _embedding(probe: Probe, new: NewTensor) -> MeasuredKernel:
     rows, columns = probe.dims
     table = new(rows, columns)
     tokens = torch.randint(rows, (rows,), device=table.device)
-    return _Kernel(function=lambda table: F.embedding(tokens, table), inputs=(table,))
+    return MeasuredKernel(function=lambda table: F.embedding(tokens, table), inputs=(table,))
 
 
 _HEADS = 4
 
 
-def _transpose(probe: Probe, new: NewTensor) -> _Kernel:
+def _transpose(probe: Probe, new: NewTensor) -> MeasuredKernel:
     """Copy the gradients of queries, keys and values, stored head by head, into one row per token."""
     rows, columns = probe.dims
     x = new(3, 1, _HEADS, rows // 3, columns // _HEADS)
-    return _Kernel(function=lambda x: x.permute(1, 3, 0, 2, 4).contiguous(), inputs=(x,))
+    return MeasuredKernel(function=lambda x: x.permute(1, 3, 0, 2, 4).contiguous(), inputs=(x,))
 
 
-def _stack(probe: Probe, new: NewTensor) -> _Kernel:
+def _stack(probe: Probe, new: NewTensor) -> MeasuredKernel:
     """Stack the same gradients, each with strided heads."""
     parts = tuple(_heads(probe, new, rows=probe.dims[0] // 3) for _ in range(3))
-    return _Kernel(function=lambda *parts: torch.stack(parts), inputs=parts)
+    return MeasuredKernel(function=lambda *parts: torch.stack(parts), inputs=parts)
 
 
-def _narrow(probe: Probe, new: NewTensor) -> _Kernel:
-    return _Kernel(function=lambda x: x.to(DTYPES[probe.dtype]), inputs=(new(*probe.dims).float(),))
+def _narrow(probe: Probe, new: NewTensor) -> MeasuredKernel:
+    return MeasuredKernel(function=lambda x: x.to(DTYPES[probe.dtype]), inputs=(new(*probe.dims).float(),))
 
 
-def _cat(probe: Probe, new: NewTensor) -> _Kernel:
+def _cat(probe: Probe, new: NewTensor) -> MeasuredKernel:
     rows, columns = probe.dims
     halves = new(rows, columns // 2), new(rows, columns // 2)
-    return _Kernel(function=lambda *parts: torch.cat(parts, -1), inputs=halves)
+    return MeasuredKernel(function=lambda *parts: torch.cat(parts, -1), inputs=halves)
 
 
-def _strided(probe: Probe, new: NewTensor) -> _Kernel:
+def _strided(probe: Probe, new: NewTensor) -> MeasuredKernel:
     """Multiply strided heads by one value per token and position in a head."""
     rows, columns = probe.dims
-    return _Kernel(function=torch.mul, inputs=(_heads(probe, new, rows=rows), new(rows, columns // _HEADS)))
+    return MeasuredKernel(function=torch.mul, inputs=(_heads(probe, new, rows=rows), new(rows, columns // _HEADS)))
 
 
-def _strided_cat(probe: Probe, new: NewTensor) -> _Kernel:
+def _strided_cat(probe: Probe, new: NewTensor) -> MeasuredKernel:
     """Swap the halves of strided heads."""
     heads = _heads(probe, new, rows=probe.dims[0])
-    return _Kernel(function=lambda x: torch.cat(x.chunk(2, -1)[::-1], -1), inputs=(heads,))
+    return MeasuredKernel(function=lambda x: torch.cat(x.chunk(2, -1)[::-1], -1), inputs=(heads,))
 
 
 def _heads(probe: Probe, new: NewTensor, *, rows: int) -> Tensor:
     return new(1, rows, _HEADS, probe.dims[1] // _HEADS).transpose(1, 2)
 
 
-def _plain(function: Callable[..., Any], *, num_inputs: int = 1) -> Callable[[Probe, NewTensor], _Kernel]:
+def _plain(function: Callable[..., Any], *, num_inputs: int = 1) -> Callable[[Probe, NewTensor], MeasuredKernel]:
     """Make a kernel of a function of tensors of rows × columns."""
-    return lambda probe, new: _Kernel(function=function, inputs=tuple(new(*probe.dims) for _ in range(num_inputs)))
+    return lambda probe, new: MeasuredKernel(
+        function=function, inputs=tuple(new(*probe.dims) for _ in range(num_inputs))
+    )
 
 
-_KERNELS: dict[str, Callable[[Probe, NewTensor], _Kernel]] = {
+_KERNELS: dict[str, Callable[[Probe, NewTensor], MeasuredKernel]] = {
     "matmul": _matmul,
     "attention": _attention,
     "convolution": _convolution,

@@ -2,7 +2,8 @@
 
 name                            dims
 matmul                          m, n, k; `role`: forward (x · Wᵀ + b), input (gradient of x), weight (gradient of W);
-                                in fp8 of operands that are cast already
+                                in fp8 of operands that are cast already; `ROLE rowwise`: with a scale for each row of
+                                the left and each column of the right one, instead of one for each operand
 attention[_backward]            batch, heads, heads of keys, length, width of a head; `role`: causal or full
 convolution[_backward]          batch, channels in, channels out, size of kernel, stride, height and width of the image
 batch_norm, max_pool            batch, channels, height and width
@@ -13,7 +14,7 @@ strided is elementwise on operands of different layouts, as in a rotary embeddin
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -125,8 +126,7 @@ def cuda_probes() -> list[Probe]:
         *_linears(widths=(768, 2048), tokens=(4096,), dtype="fp32"),
         *_linears(widths=(2048,), tokens=(4096,), dtype="fp16"),
         *_linears(widths=(2048, 4096), tokens=(4096, 16_384), dtype="fp8"),
-        *_linear(4096, 1024, tokens=8192, dtype="fp8"),
-        *_linear(4096, 14_336, tokens=8192, dtype="fp8"),
+        *_fp8_linears(),
         *_attentions(),
         *_memory_curve(largest=2**30),
         *_rowwise(rows=16_384, columns=(768, 1024, 2048, 4096, 8192)),
@@ -172,6 +172,15 @@ def _linears(*, widths: tuple[int, ...], tokens: tuple[int, ...], dtype: str) ->
         for inputs, outputs in ((width, width), (width, 3 * width), (width, 4 * width), (4 * width, width)):
             for number in tokens:
                 yield from _linear(inputs, outputs, tokens=number, dtype=dtype)
+
+
+def _fp8_linears() -> Iterator[Probe]:
+    """Yield the layers of Llama models in fp8 with both kinds of scales."""
+    layers = ((2048, 2048), (2048, 8192), (8192, 2048), (4096, 1024), (4096, 4096), (4096, 14_336), (14_336, 4096))
+    for inputs, outputs in layers:
+        for probe in _linear(inputs, outputs, tokens=8192, dtype="fp8"):
+            yield probe
+            yield replace(probe, role=f"{probe.role} rowwise")
 
 
 def _pair(name: str, dtype: str, dims: tuple[int, ...], *, role: str = "") -> Iterator[Probe]:

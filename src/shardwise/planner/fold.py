@@ -2,8 +2,8 @@
 
 In a row of equal units, memory grows or shrinks by the same bytes from unit to unit, so peaks are at its ends. One unit
 in the middle stands for those that are left out: it is replayed once, and what it leaves behind counts once per unit.
-Units are equal if the trace says so (a run) and the plan places and recomputes them equally: a unit that differs splits
-its run. A unit stays if a pattern of the plan would otherwise match nothing.
+Units are equal if the trace says so (a run) and the plan places and recomputes them equally, with the same layers in
+fp8: a unit that differs splits its run. A unit stays if a pattern of the plan would otherwise match nothing.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -13,7 +13,8 @@ from itertools import groupby
 
 from shardwise.plan import Plan
 from shardwise.plan.patterns import unmatched
-from shardwise.spec import ModelSpec
+from shardwise.program.fp8_layers import is_fp8
+from shardwise.spec import ModelSpec, UnitSpec
 from shardwise.spec.step import Run
 
 _MARGIN = 6
@@ -61,16 +62,18 @@ def cut(spec: ModelSpec, *, plan: Plan, runs: Sequence[Run], length: int) -> Sho
 
 
 def _equal_units(spec: ModelSpec, *, plan: Plan, runs: Sequence[Run]) -> list[list[str]]:
-    """Return groups of consecutive units of a run that are placed and recomputed equally."""
+    """Return groups of consecutive units of a run that are placed and recomputed equally, in the same dtypes."""
     placements = plan.placements(unit.name for unit in spec.units)
-    return [
-        list(names)
-        for run in runs
-        for _, names in groupby(
-            run.units,
-            key=lambda name: (placements[name], plan.recompute_of(name), plan.has_states_on_host(name)),
-        )
-    ]
+    in_fp8 = {unit.name: _in_fp8(unit, plan=plan) for unit in spec.units} if plan.has_fp8 else {}
+
+    def kind(name: str) -> tuple[object, ...]:
+        return placements[name], plan.recompute_of(name), plan.has_states_on_host(name), in_fp8.get(name)
+
+    return [list(names) for run in runs for _, names in groupby(run.units, key=kind)]
+
+
+def _in_fp8(unit: UnitSpec, *, plan: Plan) -> tuple[bool, ...]:
+    return tuple(is_fp8(param, unit=unit.name, plan=plan) for param in unit.params)
 
 
 def _left_out(

@@ -20,7 +20,7 @@ from shardwise.planner.memory.states import OptimizerRule, StateSetting, UnitSta
 from shardwise.planner.memory.stream_peak import StreamPeak, stream_peak
 from shardwise.planner.sizes import MASTER_BYTES
 from shardwise.planner.trace_order import Key
-from shardwise.planner.ways import memory_way
+from shardwise.planner.ways import fp8_way, memory_way
 from shardwise.planner.whole_matrices import WholeMatrices, update_bytes, whole_matrices
 from shardwise.program import StepProgram, build, build_first_step
 from shardwise.program.chunks import CHUNK_ELEMENTS, NUM_SLOTS
@@ -51,6 +51,8 @@ class Job:
     traces: Mapping[str, StepTrace]
     optimizer: OptimizerRule
     rules: MemoryRules
+    # (computes in, recompute) → what units that multiply in fp8 allocate.
+    fp8_traces: Mapping[tuple[str, str], StepTrace] = field(default_factory=dict)
     # By the id of the stream; shared by the jobs of a model.
     known_peaks: dict[int, StreamPeak] = field(default_factory=dict)
     _cuts: "dict[int, Job]" = field(default_factory=dict)
@@ -242,35 +244,39 @@ class Job:
     @cached_property
     def streams(self) -> list[tuple[Key, Stream]]:
         """The streams of the step's rows, each from the trace of its unit's recompute mode."""
-        return self._streams(self.plan.recompute_of)
+        return self._streams(lambda unit: self._by_way[self.plan.recompute_of(unit)])
 
     @cached_property
     def memory_streams(self) -> list[tuple[Key, Stream]]:
-        """The same for memory: for a compiled unit from the trace of compiled units, if there is one."""
+        """The same for memory: of units that are compiled or multiply in fp8, from a trace of such units, if any."""
+        in_fp8 = {way: self._by_key(trace) for way, trace in self.fp8_traces.items()}
 
-        def way_of(unit: str) -> str:
+        def rows_of(unit: str) -> Mapping[Key, Stream]:
             way = memory_way(self.plan, unit=unit)
-            return way if way in self.traces else self.plan.recompute_of(unit)
+            if in_fp8 and (found := in_fp8.get((fp8_way(self.spec.unit(unit), plan=self.plan), way))):
+                return found
+            return self._by_way.get(way) or self._by_way[self.plan.recompute_of(unit)]
 
-        return self._streams(way_of)
+        return self._streams(rows_of)
 
-    def _streams(self, way_of: Callable[[str], str]) -> list[tuple[Key, Stream]]:
+    def _streams(self, rows_of: Callable[[str], Mapping[Key, Stream]]) -> list[tuple[Key, Stream]]:
         # The ways of running units differ in the streams of rows, never in their order.
         none = self._by_way.get("none", {})
-        return [(key, self._by_way[way_of(key[1])].get(key, stream)) for key, stream in none.items()]
+        by_unit = {unit: rows_of(unit) for unit in dict.fromkeys(unit for _, unit, _ in none)}
+        return [(key, by_unit[key[1]].get(key, stream)) for key, stream in none.items()]
 
     @cached_property
     def _by_way(self) -> Mapping[str, Mapping[Key, Stream]]:
-        return {
-            way: {(row.trigger, row.unit, row.call): row.stream for row in self._rows(trace)}
-            for way, trace in self.traces.items()
-        }
+        return {way: self._by_key(trace) for way, trace in self.traces.items()}
+
+    def _by_key(self, trace: StepTrace) -> Mapping[Key, Stream]:
+        return {(row.trigger, row.unit, row.call): row.stream for row in self._rows(trace)}
 
     def _rows(self, trace: StepTrace) -> Iterable[StepRow]:
         """Return the rows of the shortened model; a unit that stands for others counts for them."""
-        chosen = {run.units: names for run, names in self.short.chosen.items()}
-        names = {run: chosen[run.units] for run in trace.runs if run.units in chosen}
-        num_units = {run: sum(map(self.weight, names.get(run, run.units))) for run in trace.runs}
+        kept = {unit.name for unit in self.short.spec.units}
+        names = {run: tuple(name for name in run.units if name in kept) for run in trace.runs}
+        num_units = {run: sum(map(self.weight, names[run])) for run in trace.runs}
         return trace.expand(names, num_units=num_units)
 
     def _stream_peak(self, stream: Stream) -> StreamPeak:

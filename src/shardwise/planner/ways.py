@@ -1,8 +1,13 @@
 """The traces that a plan needs, by the way in which each of its units runs."""
 
+from functools import lru_cache
+
 from shardwise.plan import Plan
-from shardwise.spec import ModelSpec
-from shardwise.spec.step import COMPILED
+from shardwise.plan.placement import SHARDED
+from shardwise.program.buffers import DtypeSettings, dtype_settings, num_fp8, plan_with
+from shardwise.program.fp8_layers import is_fp8
+from shardwise.spec import ModelSpec, UnitSpec
+from shardwise.spec.step import COMPILED, GATHERED, ROWWISE, TENSORWISE
 
 
 def is_compiled(plan: Plan, *, unit: str) -> bool:
@@ -25,4 +30,28 @@ def traced_ways(spec: ModelSpec, *, plan: Plan) -> list[str]:
     The operations of a compiled unit are in its uncompiled trace.
     """
     names = [unit.name for unit in spec.units]
-    return sorted({"none", *map(plan.recompute_of, names), *(memory_way(plan, unit=name) for name in names)})
+    in_memory = (memory_way(plan, unit=unit.name) for unit in spec.units if not fp8_way(unit, plan=plan))
+    return sorted({"none", *map(plan.recompute_of, names), *in_memory})
+
+
+def fp8_way(unit: UnitSpec, *, plan: Plan) -> str:
+    """Return how a unit with layers that multiply in fp8 computes (StepTrace.computes_in); "" if it has none."""
+    if not plan.has_fp8:
+        return ""
+    return _fp8_way(unit, dtype_settings(plan), plan.placement(unit.name).params is SHARDED)
+
+
+@lru_cache(maxsize=4096)
+def _fp8_way(unit: UnitSpec, settings: DtypeSettings, is_sharded: bool) -> str:
+    plan = plan_with(settings)
+    if not any(is_fp8(param, unit=unit.name, plan=plan) for param in unit.params):
+        return ""
+    if plan.fp8_recipe == "rowwise":
+        return ROWWISE
+    return GATHERED if is_sharded and num_fp8(unit, plan=plan) else TENSORWISE
+
+
+def fp8_traces(spec: ModelSpec, *, plan: Plan) -> list[tuple[str, str]]:
+    """Return (computes in, recompute) of the traces with the allocations of units that multiply in fp8."""
+    ways = ((fp8_way(unit, plan=plan), memory_way(plan, unit=unit.name)) for unit in spec.units)
+    return sorted({way for way in ways if way[0]})

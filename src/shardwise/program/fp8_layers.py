@@ -48,6 +48,13 @@ def is_fp8(param: TensorSpec, *, unit: str, plan: Plan) -> bool:
     return plan.has_fp8 and not why_not_fp8(param, unit=unit, plan=plan)
 
 
+def fp8_weight_names(spec: ModelSpec, *, plan: Plan) -> frozenset[str]:
+    """Return the names of the weights that a plan multiplies in fp8."""
+    if not plan.has_fp8:
+        return frozenset()
+    return frozenset(layer.weight.name for layer in linear_layers(spec, plan=plan) if not layer.why_not)
+
+
 def why_no_layer(spec: ModelSpec, *, plan: Plan) -> str:
     """Return the sentence that refuses fp8 for a model without a layer for it; "" if it has one."""
     # Layers of units first: their reasons say more.

@@ -40,6 +40,7 @@ def spec_key(
     ways: Collection[tuple[str, str]],
     adaptation: Adaptation | None = None,
     tile: Mapping[str, int] | None = None,
+    fp8: Collection[str] = (),
     of_transformers: bool = False,
 ) -> str | None:
     """Return the cache key of a MODEL's spec; None if its dependencies are unknown.
@@ -54,7 +55,7 @@ def spec_key(
         return None
     libraries = _LIBRARIES["hf" if of_transformers else kind] if colon or of_transformers else ()
     packages = ("shardwise", "torch", *libraries)
-    asked = [reference, seq, image, kernels, sorted(ways), config, repr(adaptation), dict(tile or {})]
+    asked = [reference, seq, image, kernels, sorted(ways), config, repr(adaptation), dict(tile or {}), sorted(fp8)]
     return json.dumps([asked, platform.python_version(), platform.machine(), *map(_fingerprint, packages)])
 
 

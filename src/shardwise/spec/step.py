@@ -21,6 +21,10 @@ FORWARD = (BEFORE_FORWARD, AFTER_FORWARD)
 # After these come operations of the unit itself: also after its last gradient, up to that of its input.
 IN_UNIT = (BEFORE_FORWARD, BEFORE_BACKWARD, GRADS_READY)
 
+GATHERED, TENSORWISE, ROWWISE = "fp8-gathered", "fp8-tensorwise", "fp8-rowwise"
+FP8_WAYS = (GATHERED, TENSORWISE, ROWWISE)
+"""StepTrace.computes_in where linear layers multiply in fp8: weights gathered so, or cast by each layer."""
+
 COMPILED = {"none": "compiled", "full": "compiled-full"}
 """Recompute → the value of StepTrace.recompute if all units but the root are compiled by inductor."""
 
@@ -112,7 +116,8 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTrace:
-    """A step in one way of computing (`fp32`, `bf16`, `autocast`) and of recomputing; a run of equal units once.
+    """A step in one way of computing (`fp32`, `bf16`, `autocast`, GATHERED …) and of recomputing; a run of equal units
+    once.
 
     `recompute` also says whether units are compiled (COMPILED). Such a trace has no operations: the time of compiled
     units is predicted from the operations of the uncompiled trace.

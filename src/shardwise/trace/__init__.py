@@ -4,6 +4,7 @@ fake.py         parameters and batches without storage
 gpu_kernels.py  attention, norms and dropout as the fused kernels of a GPU
 compiled.py     units as torch.compile runs them
 fused_graph.py  a compiled graph: which results get memory, and for how long
+fp8.py          linear layers that multiply in fp8
 cut.py          traces only a few of many equal blocks
 values.py       values that follow from the batch alone
 recorder.py     every operation, every allocation and release of a storage
@@ -23,10 +24,13 @@ from shardwise.trace.trace import trace_model
 __all__ = ["Way", "trace_model", "trace_task"]
 
 
-def trace_task(task: Task, *, name: str, ways: Collection[tuple[str, str]], kernels: str = "cuda") -> ModelSpec:
+def trace_task(
+    task: Task, *, name: str, ways: Collection[tuple[str, str]], kernels: str = "cuda", fp8: Collection[str] = ()
+) -> ModelSpec:
     """Return the spec of a task with a trace for each of `ways`: (computes in, recompute or its COMPILED value).
 
-    `kernels`: the device whose kernels are traced, cuda or cpu.
+    `kernels`: the device whose kernels are traced, cuda or cpu. `fp8`: weights that are multiplied in fp8 in ways that
+    compute so.
     """
     traced = trace_model(
         task.model,
@@ -34,5 +38,6 @@ def trace_task(task: Task, *, name: str, ways: Collection[tuple[str, str]], kern
         make_batch=task.make_batch,
         name=name,
         ways=[Way(computes_in=computes_in, recompute=recompute, device=kernels) for computes_in, recompute in ways],
+        fp8=fp8,
     )
     return replace(traced, seq=task.tokens_per_sample)

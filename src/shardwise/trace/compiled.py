@@ -7,6 +7,7 @@ fused_graph.py follows the two graphs as Inductor would run them.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,7 +75,6 @@ class _Compiler:
 
     def _compiled(self, call: "_Call") -> Compiled | None:
         from torch._functorch.aot_autograd import aot_function
-        from torch._inductor.compile_fx import partition_fn
         from torch._inductor.decomposition import select_decomp_table
 
         from shardwise.trace.fused_graph import FusedGraph
@@ -88,7 +88,8 @@ class _Compiler:
         compiled: Compiled = aot_function(
             call.without_tensors(self._kernels),
             follow,
-            partition_fn=partition_fn,
+            # Parameters and buffers exist in any case: saving them is free, as in torch.compile.
+            partition_fn=partial(_partition, num_free=len(call.state)),
             decompositions=select_decomp_table(),
             num_params_buffers=len(call.state),
         )
@@ -127,6 +128,14 @@ class _Call:
                 return forward(*inputs, **options)
 
         return run
+
+
+def _partition(*joint: Any, num_free: int, **options: Any) -> Any:
+    """Split forward and backward; saving the first `num_free` inputs costs nothing."""
+    from torch._inductor.compile_fx import partition_fn
+
+    options["static_lifetime_input_indices"] = list(range(num_free))
+    return partition_fn(*joint, **options)
 
 
 def _empty_copies(tensors: list[Tensor]) -> list[Tensor]:

@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 
 from shardwise.engine.guards.carried import carried_tensors
+from shardwise.spec.step import FP8_WAYS
 
 COMPUTE_DTYPES: dict[str, torch.dtype | None] = {
     "fp32": torch.float32,
@@ -19,6 +20,7 @@ COMPUTE_DTYPES: dict[str, torch.dtype | None] = {
     # Parameters keep their dtypes.
     "native": None,
     "autocast": torch.float32,
+    **dict.fromkeys(FP8_WAYS, torch.bfloat16),
 }
 """Way of computing → dtype of parameters; float16 needs as many bytes as bfloat16."""
 

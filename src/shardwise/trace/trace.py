@@ -1,6 +1,6 @@
 """A model, its loss and its batches → a spec with traces of its step. Laws are fitted to several sizes."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from shardwise.spec import ANNOUNCED, ModelSpec, TensorSpec, UnitSpec
 from shardwise.spec.law import Law, fit
 from shardwise.spec.step import Run, StepRow, StepTrace
 from shardwise.trace.cut import CannotCutError, find_runs, in_call_order
+from shardwise.trace.fp8 import fp8_layers
 from shardwise.trace.observe import ObservedStep, TracedTask, Way, observe
 from shardwise.trace.rows import Size, to_rows
 from shardwise.units import model_spec, unit_modules
@@ -33,27 +34,34 @@ def trace_model(
     name: str | None = None,
     policy: UnitPolicy | str = "auto",
     ways: Iterable[Way] = (Way(),),
+    fp8: Collection[str] = (),
 ) -> ModelSpec:
     """Return the spec of a model with a trace of its step for each of `ways`.
 
     The model may be on the meta device; nothing is computed, and it is left as it was. With a `make_batch` for each of
-    three lengths of sample, the laws hold for other lengths too.
+    three lengths of sample, the laws hold for other lengths too. `fp8`: weights that are multiplied in fp8 in ways that
+    compute so.
     """
     spec = model_spec(model, policy=policy, name=name)
     task = _task(spec, model=model, loss=loss, policy=policy)
     makers = make_batch if isinstance(make_batch, dict) else {0: make_batch}
     spec = _with_carried(spec, model=model)
     for way in ways:
-        try:
-            spec = _with_trace(spec, task=task, makers=makers, way=way)
-        except InvalidModel:
-            if not way.is_compiled:
-                raise
-            # The compiler saves different tensors for different batches, so no law fits: use the uncompiled trace.
-            spec = _with_trace(spec, task=task, makers=makers, way=way.eager)
-            like = replace(spec.traces[-1], recompute=way.recompute)
-            spec = replace(spec, traces=(*spec.traces[:-1], like))
+        with fp8_layers(model, weights=fp8, computes_in=way.computes_in, device=way.device):
+            spec = _with_way(spec, task=task, makers=makers, way=way)
     return spec
+
+
+def _with_way(spec: ModelSpec, *, task: TracedTask, makers: dict[int, MakeBatch], way: Way) -> ModelSpec:
+    try:
+        return _with_trace(spec, task=task, makers=makers, way=way)
+    except InvalidModel:
+        if not way.is_compiled:
+            raise
+    # The compiler saves different tensors for different batches, so no law fits: use the uncompiled trace.
+    spec = _with_trace(spec, task=task, makers=makers, way=way.eager)
+    like = replace(spec.traces[-1], recompute=way.recompute)
+    return replace(spec, traces=(*spec.traces[:-1], like))
 
 
 def _with_trace(spec: ModelSpec, *, task: TracedTask, makers: dict[int, MakeBatch], way: Way) -> ModelSpec:

@@ -17,9 +17,9 @@ from shardwise.hardware import cluster_of, device_of
 from shardwise.hardware.borrowed import kernel_model_of
 from shardwise.hardware.calibration import read_calibration, shipped_calibration
 from shardwise.hardware.device_file import device_like, device_table, write_table
-from shardwise.hardware.fit import fit_link, kernel_of_probe
-from shardwise.hardware.kernel_model import correction, product_seconds
-from shardwise.hardware.measure import Stopwatch
+from shardwise.hardware.fit import fit_calibration, fit_link, kernel_of_probe
+from shardwise.hardware.kernel_model import correction, product, product_seconds
+from shardwise.hardware.measure import Stopwatch, kernel_of
 from shardwise.hardware.nccl_tests import read_nccl_tests
 from shardwise.hardware.probe import Probe, cpu_probes, cuda_probes, probe_of
 
@@ -167,6 +167,27 @@ def test_a_product_takes_whole_waves() -> None:
 @pytest.mark.parametrize("probe", [probe for probe in cpu_probes() if max(probe.dims) <= 1024][::9], ids=str)
 def test_every_kernel_can_be_timed(probe: Probe) -> None:
     assert Stopwatch(torch.device("cpu")).seconds(probe) > 0
+
+
+@pytest.mark.parametrize("role", ["forward", "input", "weight", "forward rowwise", "input rowwise", "weight rowwise"])
+def test_a_probe_in_fp8_multiplies_its_operands(role: str) -> None:
+    """Also with a scale for each row: torch's own emulation on a CPU wants the shapes and strides that a GPU wants."""
+    kernel = kernel_of(Probe(name="matmul", dtype="fp8", dims=(64, 128, 32), role=role), device=torch.device("cpu"))
+    found, expected = kernel.function(*kernel.inputs).float(), kernel.inputs[0].float() @ kernel.inputs[1].float()
+    assert (found - expected).norm() <= 4e-3 * expected.norm()
+
+
+def test_products_with_a_scale_for_each_row_have_their_own_speed() -> None:
+    data = measured()
+    for row in data["rows"]:
+        if row.get("role", "").endswith(" rowwise"):
+            row["seconds"] *= 1.5
+    device = replace(device_of("h200"), calibration=fit_calibration(data, device=device_of("h200"), source="here"))
+    one, each = (
+        kernel_model_of(device).seconds(product("fp8", (1.0, 8192.0, 4096.0, 4096.0), role=role, num_bytes=1e8))
+        for role in ("forward", "forward rowwise")
+    )
+    assert each == pytest.approx(1.5 * one, rel=0.02)
 
 
 def test_the_shipped_calibration_is_what_the_measurements_give(tmp_path: Path) -> None:

@@ -29,16 +29,21 @@ from shardwise.program.fp8_layers import MULTIPLE
 def product(left: Fp8Values, right: Fp8Values, *, dtype: torch.dtype, fast: bool = False) -> Tensor:
     """Return left · right. `fast`: sums lose some low bits, which a forward can do without and gradients cannot."""
     if left.values.device.type == "cuda":
-        # The hardware wants rows of the left operand and columns of the right one end to end.
-        return torch._scaled_mm(
-            left.values.contiguous(),
-            right.values.t().contiguous().t(),
-            scale_a=left.inverse,
-            scale_b=right.inverse,
-            out_dtype=dtype,
-            use_fast_accum=fast,
-        )
+        return hardware_product(left, right, dtype=dtype, fast=fast)
     return (left.values.to(torch.float32) @ right.values.to(torch.float32) * left.inverse * right.inverse).to(dtype)
+
+
+def hardware_product(left: Fp8Values, right: Fp8Values, *, dtype: torch.dtype, fast: bool = False) -> Tensor:
+    """Return left · right by the device's fp8 kernel. A trace calls it with fake tensors of any device."""
+    # The hardware wants rows of the left operand and columns of the right one end to end.
+    return torch._scaled_mm(
+        left.values.contiguous(),
+        right.values.t().contiguous().t(),
+        scale_a=left.inverse,
+        scale_b=right.inverse,
+        out_dtype=dtype,
+        use_fast_accum=fast,
+    )
 
 
 def _t(operand: Fp8Values) -> Fp8Values:

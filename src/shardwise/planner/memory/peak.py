@@ -21,7 +21,7 @@ from shardwise.planner.memory.constants import (
 from shardwise.planner.memory.reserved import reserve
 from shardwise.planner.memory.states import optimizer_of
 from shardwise.planner.memory.stream_peak import StreamPeak
-from shardwise.planner.ways import traced_ways
+from shardwise.planner.ways import fp8_traces, traced_ways
 from shardwise.planner.whole_matrices import with_owners
 from shardwise.spec import ModelSpec
 from shardwise.spec.step import COMPILED, StepTrace
@@ -123,6 +123,7 @@ def job_of(spec: ModelSpec, *, plan: Plan, num_ranks: int, optimizer: str, devic
             plan=plan,
             short=shorten(spec, plan=plan, runs=traces["none"].runs if traces else ()),
             traces=traces,
+            fp8_traces=_fp8_traces(spec, plan=plan),
             optimizer=rule,
             rules=RULES[device],
             known_peaks=_known_peaks(spec, device, engine_model_of(plan).grads_leave_at_once),
@@ -163,6 +164,12 @@ def computes_in(spec: ModelSpec, *, plan: Plan) -> str:
     if plan.precision == "fp32":
         return "fp32"
     return "autocast" if engine_model_of(plan).autocasts else "bf16"
+
+
+def _fp8_traces(spec: ModelSpec, *, plan: Plan) -> dict[tuple[str, str], StepTrace]:
+    """Return the traces of units that multiply in fp8; where there is none, their memory is taken to be bf16's."""
+    found = {(way, how): spec.trace(computes_in=way, recompute=how) for way, how in fp8_traces(spec, plan=plan)}
+    return {way: trace for way, trace in found.items() if trace is not None}
 
 
 def _traces(spec: ModelSpec, *, plan: Plan) -> dict[str, StepTrace]:

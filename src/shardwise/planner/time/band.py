@@ -103,16 +103,17 @@ def time_band(
         # Probed, or calibrated in the user's own file, and so on the user's own host.
         is_known = cluster.device.host is not None or cluster.device.calibration is not None
         facts.append(HOST_MEASURED if is_known else HOST)
-    if plan.has_fp8 and not _has_fp8_points(cluster.device):
+    if plan.has_fp8 and not _has_fp8_points(cluster.device, recipe=plan.fp8_recipe):
         facts.append(FP8)
     if system.is_foreign:
         facts.append(FOREIGN)
     return TimeBand(tuple(sorted(facts, key=lambda fact: -PARTS[fact])), slower=slower)
 
 
-def _has_fp8_points(device: Device) -> bool:
+def _has_fp8_points(device: Device, *, recipe: str) -> bool:
     known = device.calibration or shipped_calibration(device.name) or shipped_calibration(USUAL)
-    return known is not None and any(key.startswith("matmul") and key.endswith("fp8") for key in known.reach)
+    key = f"matmul forward{' rowwise' if recipe == 'rowwise' else ''} fp8"
+    return known is not None and key in known.reach
 
 
 def kernels_fact(device: Device) -> str:

@@ -6,41 +6,65 @@ A weight of N × K and M rows of input:
     input     dx = dy · w    the same of dy; w is transposed (cast by its known scale, unless it was gathered in fp8)
     weight    dw = dyᵀ · x   the 8-bit dy and x of the other products are transposed
 
+Under the rowwise recipe each product has its own casts, along its own rows and columns.
+
 Bytes are counted, not fitted: 2 to read a maximum, 2 + 1 to cast, 1 + 1 to transpose.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from shardwise.hardware.kernel_model import Kernel, product
 from shardwise.plan import Plan
-from shardwise.plan.placement import SHARDED, Placement
-from shardwise.program.buffers import num_fp8
+from shardwise.planner.ways import fp8_way
 from shardwise.program.fp8_layers import is_fp8
 from shardwise.spec import UnitSpec
-from shardwise.spec.step import Op
+from shardwise.spec.step import GATHERED, ROWWISE, TENSORWISE, Op
 
 CAST = "fp8_cast"
 
 _MAXIMUM_AND_CAST, _CAST, _TRANSPOSE = 5.0, 3.0, 2.0
 
+_BYTES: Mapping[str, Mapping[str, tuple[float, float]]] = MappingProxyType(
+    {
+        GATHERED: {
+            "forward": (_MAXIMUM_AND_CAST, 0.0),
+            "input": (_MAXIMUM_AND_CAST, _TRANSPOSE),
+            "weight": (_TRANSPOSE, _TRANSPOSE),
+        },
+        TENSORWISE: {
+            "forward": (_MAXIMUM_AND_CAST, _MAXIMUM_AND_CAST),
+            "input": (_MAXIMUM_AND_CAST, _CAST),
+            "weight": (_TRANSPOSE, _TRANSPOSE),
+        },
+        ROWWISE: dict.fromkeys(("forward", "input", "weight"), (_MAXIMUM_AND_CAST, _MAXIMUM_AND_CAST)),
+    }
+)
+"""Way → product → bytes that casts move per element of its left and of its right operand."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8Weights:
-    """The weights of a unit that are multiplied in fp8, by shape; whether they are gathered so."""
+    """The weights of a unit that are multiplied in fp8, by shape, and how (StepTrace.computes_in)."""
 
     shapes: frozenset[tuple[int, ...]] = frozenset()
-    gathered: bool = False
+    way: str = ""
 
 
 NO_FP8 = Fp8Weights()
 
+# The end of a product's role (hardware/probe.py).
+_SCALES = {ROWWISE: " rowwise"}
 
-def fp8_weights(unit: UnitSpec, *, plan: Plan, placement: Placement) -> Fp8Weights:
+
+def fp8_weights(unit: UnitSpec, *, plan: Plan) -> Fp8Weights:
     """Return the weights of a unit that a plan multiplies in fp8."""
-    if not plan.has_fp8:
+    way = fp8_way(unit, plan=plan)
+    if not way:
         return NO_FP8
     shapes = frozenset(param.shape for param in unit.params if is_fp8(param, unit=unit.name, plan=plan))
-    return Fp8Weights(shapes=shapes, gathered=placement.params is SHARDED and num_fp8(unit, plan=plan) > 0)
+    return Fp8Weights(shapes=shapes, way=way)
 
 
 def fp8_kernels(op: Op, kernel: Kernel, *, weights: Fp8Weights) -> tuple[Kernel, ...]:
@@ -52,16 +76,11 @@ def fp8_kernels(op: Op, kernel: Kernel, *, weights: Fp8Weights) -> tuple[Kernel,
     shape = (round(m), round(n)) if role == "weight" else (round(n), round(k))
     if shape not in weights.shapes and shape[::-1] not in weights.shapes:
         return ()
-    if role == "weight":
-        cast_bytes = _TRANSPOSE * k * (m + n)
-    else:
-        of_weight = _MAXIMUM_AND_CAST if role == "forward" else _CAST
-        if weights.gathered:
-            of_weight = 0.0 if role == "forward" else _TRANSPOSE
-        cast_bytes = _MAXIMUM_AND_CAST * m * k + of_weight * n * k
+    of_left, of_right = _BYTES[weights.way][role]
+    cast_bytes = of_left * m * k + of_right * n * k
     # The operands have one byte per element, the result two.
     num_bytes = m * k + n * k + 2 * m * n
     return (
         Kernel(CAST, "", 0.0, cast_bytes, (max(cast_bytes, 1.0), 1.0)),
-        product("fp8", (count, m, n, k), role=role, num_bytes=num_bytes),
+        product("fp8", (count, m, n, k), role=role + _SCALES.get(weights.way, ""), num_bytes=num_bytes),
     )

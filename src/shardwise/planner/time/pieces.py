@@ -60,7 +60,7 @@ def pieces_of(job: Job) -> list[ComputePiece]:
             if is_backward and unit in forwards and job.plan.recompute_of(unit) != "none":
                 recomputed = num_recomputed(forwards[unit], stream)
             is_fused = is_compiled(job.plan, unit=unit)
-            fp8 = fp8_weights(job.spec.unit(unit), plan=job.plan, placement=job.placements[unit])
+            fp8 = fp8_weights(job.spec.unit(unit), plan=job.plan)
             found.append(ComputePiece(stream, is_backward, recomputed, job.weight(unit), is_fused, fp8=fp8))
     forward, backward = (sum(piece.num_others for piece in found if piece.is_backward is way) for way in (False, True))
     # Each operation of forward is a node of the autograd graph.

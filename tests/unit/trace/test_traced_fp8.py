@@ -1,0 +1,111 @@
+"""Layers that multiply in fp8 are traced as the engine runs them, and their memory is what an H200 measured."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+from whole import whole
+
+from shardwise.models.shapes import LlamaShape
+from shardwise.plan import Plan
+from shardwise.planner.memory.peak import estimate
+from shardwise.planner.ways import fp8_traces, fp8_way
+from shardwise.program.fp8_layers import fp8_weight_names
+from shardwise.sources import Source
+from shardwise.spec.step import GATHERED, ROWWISE, TENSORWISE
+from shardwise.tasks import token_task
+from shardwise.trace import trace_task
+from shardwise.trace.fp8 import fp8_layers
+from shardwise.units import model_spec
+
+MEASURED = Path(__file__).parents[3] / "benchmarks" / "results" / "fp8_h200.json"
+SHAPE = LlamaShape(
+    num_layers=6, width=128, num_heads=4, num_kv_heads=2, ffn_width=256, vocab_size=256, max_seq=64, vocab_multiple=1
+)
+FP8 = {"precision": "fp8", "fp8_min_features": 64}
+
+
+def measured_on_an_h200(case: str, recipe: str) -> int:
+    rows = json.loads(MEASURED.read_text(encoding="utf-8"))["rows"]
+    return int(next(row for row in rows if row["case"] == case)["peak_bytes"][recipe])
+
+
+@pytest.mark.parametrize(
+    ("case", "model", "seq", "batch", "capture", "recipe"),
+    [
+        ("Llama-1B 2×2048 captured", "llama-3.2-1b", 2048, 2, "auto", "tensorwise"),
+        *whole(
+            ("Llama-1B 2×2048 captured", "llama-3.2-1b", 2048, 2, "auto", "rowwise"),
+            ("Llama-8B 1×8192", "llama-3.1-8b", 8192, 1, "off", "tensorwise"),
+            ("Llama-8B 1×8192", "llama-3.1-8b", 8192, 1, "off", "rowwise"),
+        ),
+    ],
+)
+def test_compiled_units_in_fp8_take_what_was_measured(
+    case: str, model: str, seq: int, batch: int, capture: str, recipe: str
+) -> None:
+    plan = Plan(precision="fp8", fp8_recipe=recipe, compile="inductor", capture=capture)
+    found = estimate(Source(model, seq=seq).spec_for(plan), plan=plan, num_ranks=8, batch=batch)
+    assert found.allocated_bytes == pytest.approx(measured_on_an_h200(case, recipe), rel=0.003)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "computes_in"), [("tensorwise", GATHERED), ("tensorwise", TENSORWISE), ("rowwise", ROWWISE)]
+)
+def test_every_product_of_a_layer_is_an_fp8_product_of_the_device(recipe: str, computes_in: str) -> None:
+    task = token_task(SHAPE, device="meta")
+    plan = Plan(strategy="ddp" if computes_in == TENSORWISE else "fsdp", fp8_recipe=recipe, **FP8)
+    bare = model_spec(task.model, name="llama")
+    assert {way for way, _ in fp8_traces(bare, plan=plan)} == {computes_in}
+    names = fp8_weight_names(bare, plan=plan)
+    found = trace_task(task, name="llama", ways=[(computes_in, "none")], fp8=names)
+    (trace,) = found.traces
+    rows = [row for row in trace.rows if row.unit == "blocks.1"]
+    products = [op.name for row in rows for op in row.stream.ops if op.name in ("mm", "addmm", "_scaled_mm")]
+    assert products == ["_scaled_mm"] * 3 * 7
+    # The model is as before.
+    assert all(type(part) is not nn.Linear or part._buffers == {} for part in task.model.modules())
+    assert model_spec(task.model, name="llama") == bare
+
+
+def test_frozen_weights_are_cast_by_their_layers() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[0].weight.requires_grad_(requires_grad=False)
+    with fp8_layers(model, weights=["0.weight", "1.weight"], computes_in=GATHERED, device="cpu"):
+        assert [hasattr(part, "fp8_weight") for part in model] == [False, True]
+    assert [type(part) for part in model] == [nn.Linear, nn.Linear]
+    assert not model._non_persistent_buffers_set
+
+
+def test_units_that_the_plan_keeps_in_bf16_are_predicted_in_bf16() -> None:
+    """Also one in the middle of equal ones, which then stand for themselves alone."""
+    shape_of: dict[str, Any] = {"num_ranks": 2, "batch": 8, "quick": True}
+
+    def peak(**options: Any) -> int:
+        plan = Plan(**options)
+        task = token_task(replace(SHAPE, num_layers=16), device="meta")
+        bare = model_spec(task.model, name="llama")
+        ways = [("bf16", "none"), *fp8_traces(bare, plan=plan)]
+        spec = trace_task(task, name="llama", ways=ways, fp8=fp8_weight_names(bare, plan=plan))
+        assert [bool(fp8_way(unit, plan=plan)) for unit in spec.units[1:]] == [
+            plan.has_fp8 and not plan.keeps_bf16(f"{unit.name}.attention.q.weight") for unit in spec.units[1:]
+        ]
+        return estimate(spec, plan=plan, **shape_of).allocated_bytes
+
+    plain, all_of_them = peak(precision="bf16"), peak(**FP8)
+    each = [peak(**FP8, keep_bf16=kept) for kept in (("blocks.3",), ("blocks.0", "blocks.5"))]
+    assert all_of_them < each[0] < each[1] < plain
+    assert each[1] - all_of_them == 2 * (each[0] - all_of_them)
+
+
+def test_a_cpu_trace_emulates_the_products() -> None:
+    task = token_task(SHAPE, device="meta")
+    bare = model_spec(task.model, name="llama")
+    names = fp8_weight_names(bare, plan=Plan(**FP8))
+    found = trace_task(task, name="llama", ways=[(GATHERED, "none")], kernels="cpu", fp8=names)
+    ops = {op.name for row in found.traces[0].rows for op in row.stream.ops}
+    assert "_scaled_mm" not in ops
+    assert "mm" in ops
