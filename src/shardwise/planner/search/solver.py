@@ -15,7 +15,7 @@ from math import inf
 
 from shardwise.plan.mesh import Mesh
 from shardwise.planner.search.climb import Climb
-from shardwise.planner.search.dial import Choice, Dial
+from shardwise.planner.search.dial import STATES, Choice, Dial
 from shardwise.planner.search.dial_cost import DialCosts
 from shardwise.planner.search.micro_batches import MicroBatches, largest_fitting
 
@@ -188,14 +188,15 @@ class Solver:
         """Return the order in which units should take the slow choice: first the class that frees most per second lost.
 
         Within a class from its first unit on: backward starts at the last, so what the last units keep is already freed
-        when the first ones recompute.
+        when the first ones recompute. States in host memory from the last one on, which is needed last after an update.
         """
         key = (uniform.mesh, uniform.choices[0], slow)
         if key not in self._orders:
             classes = list(self.costs.classes)
             if len(classes) > 1:
                 classes.sort(key=lambda members: -self._freed(uniform, members, slow=slow))
-            self._orders[key] = [at for members in classes for at in members]
+            step = -1 if STATES in slow.host else 1
+            self._orders[key] = [at for members in classes for at in members[::step]]
         return self._orders[key]
 
     def _freed(self, uniform: Dial, members: range, *, slow: Choice) -> float:
