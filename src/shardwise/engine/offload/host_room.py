@@ -13,8 +13,8 @@ from shardwise.spec import ModelSpec
 from shardwise.vocabulary.dtypes import BYTES_PER_ELEMENT, PRECISIONS
 from shardwise.vocabulary.quantities import bytes_text
 
-# Of each parameter that is stepped there: the fp32 master, two moments, and its gradient.
-_STEPPED_BYTES = 4 + 8 + 4
+# Of each parameter that is stepped: the fp32 master and two moments; and its gradient, where the CPU reads it.
+_STEPPED_BYTES, _GRAD_BYTES = 4 + 8, 4
 
 
 def check_host_room(
@@ -23,15 +23,17 @@ def check_host_room(
     """Refuse to keep more in host memory than there is. All ranks of a host count: they fill it together."""
     if not plan.offload_states:
         return
-    units = [unit for unit in spec.units if placements[unit.name].grads is SHARDED]
+    sharded = [unit for unit in spec.units if placements[unit.name].grads is SHARDED]
+    units = [unit for unit in sharded if plan.has_states_on_host(unit.name)]
     num_elements = sum(param.num_elements for unit in units for param in unit.params if param.trainable)
     # What a unit gathers lies there in its compute dtype as well.
     staged = BYTES_PER_ELEMENT[PRECISIONS[plan.precision]] if plan.precision in ("bf16", "fp16") else 0
-    each = num_elements // mesh.shard * (_STEPPED_BYTES + staged)
+    read = _GRAD_BYTES if plan.offload_update == "host" else 0
+    each = num_elements // mesh.shard * (_STEPPED_BYTES + read + staged)
     num_ranks = min(mesh.num_ranks, torch.cuda.device_count()) if device.type == "cuda" else 1
     free_bytes = free_host_bytes()
     if each * num_ranks > free_bytes:
         raise InvalidPlan(
-            f"offload_states = true: {num_ranks} x {bytes_text(each)} of optimizer state and gradients on this host, "
-            f"which has {bytes_text(free_bytes)} of memory available; use more ranks on other hosts, or leave it out"
+            f"offload_states: {num_ranks} x {bytes_text(each)} on this host, which has {bytes_text(free_bytes)} of memory "
+            "available; offload fewer units, use more hosts, or leave it out"
         )

@@ -316,4 +316,5 @@ class OwnedParameters(OptimizerSlices):
 
     def _end_step(self, optimizer: Optimizer, closure: StepClosure) -> None:
         self.streamed.end_step(optimizer)
+        self.streamed.release_first_states()
         super()._end_step(optimizer, closure)

@@ -26,6 +26,9 @@ from shardwise.errors import InvalidPlan
 from shardwise.plan import Plan
 from shardwise.program.chunks import CHUNK_ELEMENTS, GRADS_IN_FLIGHT, NUM_SLOTS
 
+# Slots keep what the first step made until the second uses them again.
+_STEPS_THAT_MAKE = 2
+
 
 def check_streamed(optimizer: Optimizer, *, plan: Plan) -> None:
     """Refuse an optimizer whose update of a part of a parameter may differ from that part of its update."""
@@ -94,8 +97,9 @@ class StreamedUpdate:
         self._states: weakref.WeakKeyDictionary[FlatParams, dict[str, Tensor]] = weakref.WeakKeyDictionary()
         self._taken: list[tuple[FlatParams, Owned, Tensor]] = []
         self._largest = 0
-        # Gradients that updates inside backward still read.
-        self._in_flight: deque[tuple[Any, Any]] = deque()
+        # Flats whose gradients are read by updates inside backward.
+        self._in_flight: deque[tuple[FlatParams, Any]] = deque()
+        self._steps_since_made = 0
         core.events.values_read.append(lambda announced: self.settle())
 
     @property
@@ -148,17 +152,24 @@ class StreamedUpdate:
             self._stream(flat, parts, optimizer=optimizer)
         self._give_back()
 
+    def release_first_states(self) -> None:
+        """After the second step, give back memory in which the first made the state: no other stream would use it."""
+        if self._states and self._steps_since_made < _STEPS_THAT_MAKE:
+            self._steps_since_made += 1
+            if self._steps_since_made == _STEPS_THAT_MAKE and self._device.type == "cuda":
+                torch.cuda.empty_cache()
+
     def update_in_backward(
         self, flat: FlatParams, parts: Sequence[tuple[Owned, Tensor]], *, optimizer: Optimizer
     ) -> None:
         """Begin the update of a flat whose gradients were just averaged; those of a few flats are kept at a time."""
         self._streams.follow_compute()
         self._stream(flat, parts, optimizer=optimizer)
-        self._in_flight.append((self._streams.record("step"), flat.in_use))
-        flat.in_use = None
+        self._in_flight.append((flat, self._streams.record("step")))
         if len(self._in_flight) > GRADS_IN_FLIGHT:
-            stepped, _ = self._in_flight.popleft()
+            earlier, stepped = self._in_flight.popleft()
             self._streams.wait(None, stepped)
+            earlier.in_use = None
 
     def _stream(self, flat: FlatParams, parts: Sequence[tuple[Owned, Tensor]], *, optimizer: Optimizer) -> None:
         self._largest = min(CHUNK_ELEMENTS, max(flat.layout.slice_elements for flat in self.flats))
@@ -252,6 +263,7 @@ class StreamedUpdate:
         assert flat.host is not None
         states = self._states.setdefault(flat, {})
         if key not in states:
+            self._steps_since_made = 0
             states[key] = flat.host.zeros(flat.host_master.numel(), dtype=value.dtype)
         return states[key]
 

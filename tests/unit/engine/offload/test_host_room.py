@@ -28,10 +28,17 @@ def test_states_that_do_not_fit_into_host_memory_are_an_error_before_the_kernel_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Master, two moments, gradient and the bf16 copy: 18 bytes of each of the parameters that a rank steps.
-    plan = Plan(strategy="fsdp", precision="bf16", offload_states=True)
+    plan = Plan(strategy="fsdp", precision="bf16", offload_states=True, offload_update="host")
     check(plan, free_bytes=9 * ONE_GIB, num_ranks=2, monkeypatch=monkeypatch)
     with pytest.raises(InvalidPlan, match=r"1 x 9.00 GiB .* 8.90 GiB of memory available"):
         check(plan, free_bytes=int(8.9 * ONE_GIB), num_ranks=2, monkeypatch=monkeypatch)
+
+
+def test_gradients_that_stay_on_the_device_need_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan(strategy="fsdp", precision="bf16", offload_states=True)
+    check(plan, free_bytes=7 * ONE_GIB, num_ranks=2, monkeypatch=monkeypatch)
+    with pytest.raises(InvalidPlan, match=r"1 x 7.00 GiB .* 6.90 GiB of memory available"):
+        check(plan, free_bytes=int(6.9 * ONE_GIB), num_ranks=2, monkeypatch=monkeypatch)
 
 
 def test_states_on_the_device_need_none(monkeypatch: pytest.MonkeyPatch) -> None:
