@@ -34,6 +34,6 @@ def check_host_room(
     free_bytes = free_host_bytes()
     if each * num_ranks > free_bytes:
         raise InvalidPlan(
-            f"offload_states: {num_ranks} x {bytes_text(each)} on this host, which has {bytes_text(free_bytes)} of memory "
-            "available; offload fewer units, use more hosts, or leave it out"
+            f"offload_states: {num_ranks} x {bytes_text(each)} on this host, which has {bytes_text(free_bytes)} of "
+            "memory available; offload fewer units, use more hosts, or leave it out"
         )

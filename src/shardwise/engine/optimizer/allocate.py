@@ -1,6 +1,6 @@
 """The memory of optimizer state: when it is allocated, and on which device it lies."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from inspect import signature
 
 import torch
@@ -14,8 +14,10 @@ from shardwise.engine.optimizer.known import ELEMENTWISE
 _MOVED_TOGETHER = 16
 
 
-def allocate_states(optimizer: Optimizer) -> None:
+def allocate_states(optimizer: Optimizer, *, without: Collection[int] = ()) -> None:
     """Allocate the state that the first update of one of torch's own optimizers would allocate.
+
+    `without`: ids of parameters that are left out.
 
     Running out of memory in an update could not be undone.
 
@@ -30,11 +32,12 @@ def allocate_states(optimizer: Optimizer) -> None:
     # An owned matrix is guarded between updates; only its shape is read here.
     with unguarded():
         for group in optimizer.param_groups:
-            without = [p for p in group["params"] if p.grad is None and p.requires_grad and not optimizer.state.get(p)]
-            for parameter in without:
+            left = [p for p in group["params"] if id(p) not in without]
+            made = [p for p in left if p.grad is None and p.requires_grad and not optimizer.state.get(p)]
+            for parameter in made:
                 parameter.grad = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
-            initialise(group, *([] for _ in range(num_lists)))
-            for parameter in without:
+            initialise({**group, "params": left}, *([] for _ in range(num_lists)))
+            for parameter in made:
                 parameter.grad = None
 
 

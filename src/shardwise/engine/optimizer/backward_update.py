@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from shardwise.engine.core.core import Core
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.flat_buffers import Owned
+from shardwise.engine.optimizer.allocate import allocate_states
 from shardwise.engine.optimizer.streamed_update import StreamedUpdate, empty_stand_in, plain_step
 from shardwise.errors import InvalidModel
 
@@ -21,8 +22,18 @@ class BackwardUpdate:
     def __init__(self, core: Core, *, optimizers: Mapping[Optimizer, Any], streamed: StreamedUpdate) -> None:
         self._core, self._optimizers, self._streamed = core, optimizers, streamed
         self._updated: weakref.WeakSet[FlatParams] = weakref.WeakSet()
+        self._allocated: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        core.events.pass_begins.append(lambda learned: self._allocate())
         core.events.grads_averaged.append(self._update)
         core.events.update_ended.append(self._updated.clear)
+
+    def _allocate(self) -> None:
+        """Allocate the state on the device before the first forward: in backward it would lie among activations."""
+        for optimizer in self._optimizers:
+            if optimizer not in self._allocated:
+                self._allocated.add(optimizer)
+                on_host = {id(part.parameter) for flat in self._streamed.flats for part in flat.owned}
+                allocate_states(optimizer, without=on_host)
 
     @torch.no_grad()
     def _update(self, flat: FlatParams) -> None:
