@@ -49,7 +49,9 @@ demo: $(BARE)
 	@$(BIN)/shardwise report runs/demo
 	@echo 'Open it in a browser. Next, which GPUs to rent: $(BIN)/shardwise rent llama-3.1-8b --tokens 2B --max-price 500'
 
-# Bytecode, also where PYTHONDONTWRITEBYTECODE is set: there each process that a test starts would compile all modules again.
+# Bytecode, also where PYTHONDONTWRITEBYTECODE is set: there each process that a test starts would compile all modules again,
+# and pytest would rewrite the assertions of all tests in every run.
+test test-unit test-jobs test-ranks: export PYTHONDONTWRITEBYTECODE =
 compiled: setup
 	@$(BIN)/python -m compileall -q src tests benchmarks
 
