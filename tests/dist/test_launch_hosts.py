@@ -46,13 +46,22 @@ def run_on(hosts: tuple[Host, Host], *program: object, max_restarts: int = 0) ->
     assert [process.returncode for process in processes] == [0, 0], "\n".join(written)
 
 
+def check_joined(folder: Path) -> None:
+    found = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+    assert [(rank["num_ranks"], rank["total"]) for rank in found] == [(2, 3), (2, 3)]
+
+
+def test_ranks_on_two_hosts_join(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    run_on(hosts, HERE / "joins.py", tmp_path)
+    check_joined(tmp_path)
+
+
 @pytest.mark.whole
-def test_ranks_on_two_hosts_join_also_after_a_restart(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+def test_and_join_after_a_restart(hosts: tuple[Host, Host], tmp_path: Path) -> None:
     """Rank 1 kills itself in the first start; the store of torchrun's agents still holds all that it wrote."""
     run_on(hosts, HERE / "joins.py", tmp_path, 1, max_restarts=2)
     assert (tmp_path / "died").exists()
-    found = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
-    assert [(rank["num_ranks"], rank["total"]) for rank in found] == [(2, 3), (2, 3)]
+    check_joined(tmp_path)
 
 
 def trained_here(rank: int, asked: TrainConfig) -> None:
@@ -61,6 +70,7 @@ def trained_here(rank: int, asked: TrainConfig) -> None:
         trained(rank, asked)
 
 
+@pytest.mark.whole
 def test_training_on_two_hosts_gives_the_losses_of_one(hosts: tuple[Host, Host], tmp_path: Path) -> None:
     config, one, two = (tmp_path / name for name in ("config.toml", "one", "two"))
     config.write_text(CONFIG)

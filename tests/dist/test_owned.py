@@ -105,7 +105,8 @@ def trained(
 
 
 @pytest.mark.parametrize(
-    ("precision", "max_norm", "accumulate"), [("bf16", None, 1), ("fp32", 0.05, 2), *whole(("bf16", 0.05, 3))]
+    ("precision", "max_norm", "accumulate"),
+    [("fp32", None, 1), ("fp32", 0.05, 2), *whole(("bf16", None, 1), ("bf16", 0.05, 3))],
 )
 def test_beside_a_second_optimizer_every_strategy_gives_what_ddp_gives(
     precision: str, max_norm: float | None, accumulate: int

@@ -113,8 +113,8 @@ def compare(name: str, plans: list[Plan], results: list[tuple[int, int]], *, num
 @pytest.mark.parametrize(
     ("name", "num_ranks"),
     [
-        *(("gpt", 2), ("vit", 2)),
-        *whole(("llama", 2), ("resnet", 2), *((name, 1) for name in ("gpt", "llama", "vit", "resnet"))),
+        ("gpt", 2),
+        *whole(("llama", 2), ("vit", 2), ("resnet", 2), *((name, 1) for name in ("gpt", "llama", "vit", "resnet"))),
     ],
 )
 def test_the_peak_of_every_strategy_is_predicted_to_a_hundredth(name: str, num_ranks: int) -> None:
@@ -131,7 +131,7 @@ def test_in_bf16_too() -> None:
     check("gpt", [Plan(strategy="fsdp", precision="bf16")], num_ranks=1)
 
 
-@pytest.mark.parametrize(("name", "recompute"), [("resnet", "full"), ("llama", "selective"), *whole(("gpt", "full"))])
+@pytest.mark.parametrize(("name", "recompute"), [("llama", "selective"), *whole(("gpt", "full"), ("resnet", "full"))])
 def test_and_with_recomputation(name: str, recompute: str) -> None:
     plans = [Plan(strategy=strategy, recompute=recompute) for strategy in ("ddp", "fsdp")]
     check(name, plans, num_ranks=2)
