@@ -1,5 +1,6 @@
 """Fixtures for every test: nothing may leak from one into the next."""
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -50,6 +51,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--reliability", action="store_true", help="run what is marked `ledger`, write docs/reliability.md"
     )
+
+
+def pytest_collection_finish() -> None:
+    # All that is imported stays. Without this, every full garbage collection walks through it again.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_configure(config: pytest.Config) -> None:
