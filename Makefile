@@ -68,7 +68,7 @@ SLOWEST := --durations=12 --durations-min=3
 
 # Tests that start whole jobs; those that go with the unit tests, so that the parts take about equally long; and the others,
 # whose ranks come from a pool.
-JOBS := $(sort $(wildcard $(patsubst %,tests/dist/test_%*.py,accelerate autopsy bench integration kills launch train watch)))
+JOBS := $(sort $(wildcard $(patsubst %,tests/dist/test_%*.py,accelerate autopsy bench documents integration kills launch notebooks recovery train watch)))
 WITH_UNIT := $(wildcard $(patsubst %,tests/dist/test_%.py,capture_agreement ema frozen grad_norms pretrained weight_stream whole written))
 
 test-unit:

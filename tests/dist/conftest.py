@@ -1,5 +1,6 @@
 """Fixtures for the tests that run several ranks."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from time import monotonic, sleep
@@ -35,6 +36,8 @@ def _imported() -> Iterator[WarmStart]:
     """A process that has imported all that a rank of `shardwise train` needs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(WARM, "0")
+        # Tasks of tests import from this folder.
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
         warm, deadline = WarmStart(("shardwise.train.rank_run",), num_threads="1"), monotonic() + 60
     while not warm.is_ready:
         assert monotonic() < deadline, "it does not get ready"

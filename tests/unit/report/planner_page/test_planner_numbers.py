@@ -239,7 +239,7 @@ def test_frontier_of_the_page_is_that_of_fixed_plans(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "device", "offered"), [("llama-3.1-70b", "h100-80gb", True), ("llama-3.1-8b", "rtx-4090", False)]
+    ("model", "device", "offered"), [("llama-3.1-8b", "rtx-4090", False), *whole(("llama-3.1-70b", "h100-80gb", True))]
 )
 def test_page_and_command_name_the_same_number_of_devices(run: Run, model: str, device: str, offered: bool) -> None:
     settings = Settings(model=model, device=device, count=8, recompute="none", seq=8192, batch=None)
