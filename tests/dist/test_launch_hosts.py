@@ -46,22 +46,13 @@ def run_on(hosts: tuple[Host, Host], *program: object, max_restarts: int = 0) ->
     assert [process.returncode for process in processes] == [0, 0], "\n".join(written)
 
 
-def check_joined(folder: Path) -> None:
-    found = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
-    assert [(rank["num_ranks"], rank["total"]) for rank in found] == [(2, 3), (2, 3)]
-
-
-def test_ranks_on_two_hosts_join(hosts: tuple[Host, Host], tmp_path: Path) -> None:
-    run_on(hosts, HERE / "joins.py", tmp_path)
-    check_joined(tmp_path)
-
-
 @pytest.mark.whole
-def test_and_join_after_a_restart(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+def test_ranks_on_two_hosts_join_also_after_a_restart(hosts: tuple[Host, Host], tmp_path: Path) -> None:
     """Rank 1 kills itself in the first start; the store of torchrun's agents still holds all that it wrote."""
     run_on(hosts, HERE / "joins.py", tmp_path, 1, max_restarts=2)
     assert (tmp_path / "died").exists()
-    check_joined(tmp_path)
+    found = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+    assert [(rank["num_ranks"], rank["total"]) for rank in found] == [(2, 3), (2, 3)]
 
 
 def trained_here(rank: int, asked: TrainConfig) -> None:

@@ -3,9 +3,9 @@
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
+from given_optimizers import tried_soon
 from ranks import run_ranks
 from train_tasks import assert_same_end, config, curve, reference, trained
 
@@ -24,10 +24,9 @@ def asked(folder: Path, *, model: str = "gpt-tiny", steps: int = 4, ns_steps: in
     )
 
 
+@tried_soon
 def trained_soon(rank: int, one: TrainConfig, crash_after: int | None) -> None:
-    """With fewer steps of the trial by which `prepare` learns what an optimizer reads."""
-    with patch("shardwise.engine.optimizer.reach.NUM_STEPS", 2):
-        trained(rank, one, crash_after)
+    trained(rank, one, crash_after)
 
 
 def run(one: TrainConfig, *, num_ranks: int = 2, crash_after: int | None = None) -> None:
