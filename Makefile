@@ -49,7 +49,9 @@ demo: $(BARE)
 	@$(BIN)/shardwise report runs/demo
 	@echo 'Open it in a browser. Next, which GPUs to rent: $(BIN)/shardwise rent llama-3.1-8b --tokens 2B --max-price 500'
 
-# Bytecode, also where PYTHONDONTWRITEBYTECODE is set: there each process that a test starts would compile all modules again.
+# Bytecode, also where PYTHONDONTWRITEBYTECODE is set: there each process that a test starts would compile all modules again,
+# and pytest would rewrite the assertions of all tests in every run.
+test test-unit test-jobs test-ranks: export PYTHONDONTWRITEBYTECODE =
 compiled: setup
 	@$(BIN)/python -m compileall -q src tests benchmarks
 
@@ -66,7 +68,7 @@ SLOWEST := --durations=12 --durations-min=3
 
 # Tests that start whole jobs; those that go with the unit tests, so that the parts take about equally long; and the others,
 # whose ranks come from a pool.
-JOBS := $(sort $(wildcard $(patsubst %,tests/dist/test_%*.py,accelerate autopsy bench integration kills launch train watch)))
+JOBS := $(sort $(wildcard $(patsubst %,tests/dist/test_%*.py,accelerate autopsy bench documents integration kills launch notebooks recovery train watch)))
 WITH_UNIT := $(wildcard $(patsubst %,tests/dist/test_%.py,capture_agreement ema frozen grad_norms pretrained weight_stream whole written))
 
 test-unit:

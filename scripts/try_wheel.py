@@ -20,6 +20,7 @@ model = "gpt-tiny"
 dataset = "stdlib"
 seq = 16
 [plan]
+strategy = "fsdp"
 micro_batch = 2
 [train]
 steps = 3
@@ -72,25 +73,33 @@ def use(python: str, *, wheel: Path, folder: Path, constraints: Path | None) -> 
     """Install and use the wheel in a new environment; return what was installed."""
     home, work = folder / "environment", folder / "work"
     work.mkdir()
-    (work / "tiny.toml").write_text(CONFIG)
-    variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-
-    def output(program: str, *arguments: str) -> str:
-        return subprocess.run(
-            [program, *arguments], cwd=work, env=variables, capture_output=True, text=True, check=True
-        ).stdout
-
-    output(python, "-m", "venv", str(home))
+    output(python, "-m", "venv", str(home), folder=work)
     limits = [] if constraints is None else ["-c", str(constraints.resolve())]
     own = str(home / "bin" / "python")
-    output(own, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *limits, str(wheel))
-    command = str(home / "bin" / "shardwise")
-    said = output(command, "plan", "gpt2-124m", "--cluster", "8xh100-80gb")
-    assert "Recommended" in said, said
-    output(command, "train", "tiny.toml", "--ranks", "2")
-    assert "metrics of 3 steps" in output(command, "doctor", "runs/tiny")
-    torch = output(own, "-c", "import torch; print(torch.__version__)").strip()
-    return f"{output(command, '--version').strip()}, torch {torch}"
+    output(own, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *limits, str(wheel), folder=work)
+    return plan_and_train(home / "bin", folder=work)
+
+
+def plan_and_train(commands: Path, *, folder: Path) -> str:
+    """Plan, and train on two ranks, with the commands of an environment, in this folder; return what it has."""
+    (folder / "tiny.toml").write_text(CONFIG)
+    python, shardwise = str(commands / "python"), str(commands / "shardwise")
+    place = output(python, "-c", "import shardwise; print(shardwise.__file__)", folder=folder)
+    assert str(commands.parent) in place, place
+    planned = output(shardwise, "plan", "gpt2-124m", "--cluster", "8xh100-80gb", folder=folder)
+    assert "Recommended" in planned, planned
+    trained = output(shardwise, "train", "tiny.toml", "--ranks", "2", folder=folder)
+    assert "fsdp on 2 × cpu, fp32: 3 steps" in trained, trained
+    inspected = output(shardwise, "doctor", "runs/tiny", folder=folder)
+    assert "a run of gpt-tiny under fsdp: metrics of 3 steps" in inspected, inspected
+    torch = output(python, "-c", "import torch; print(torch.__version__)", folder=folder).strip()
+    return f"{output(shardwise, '--version', folder=folder).strip()}, torch {torch}"
+
+
+def output(*command: str, folder: Path) -> str:
+    """Return what a command prints; without the caller's Python path, which may lead to another Shardwise."""
+    variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=True).stdout
 
 
 if __name__ == "__main__":

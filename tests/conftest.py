@@ -1,6 +1,8 @@
 """Fixtures for every test: nothing may leak from one into the next."""
 
+import gc
 import os
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -21,8 +23,9 @@ settings.load_profile("usual")
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
 
-# What one run of the tests has traced or measured is not for the next; tests of the cache turn it on.
-os.environ["SHARDWISE_CACHE"] = "off"
+# What one test has traced is for the others of this run as well, also in other processes, but not for the next run.
+_CACHE = tempfile.TemporaryDirectory(prefix="shardwise-cache-")
+os.environ["XDG_CACHE_HOME"] = _CACHE.name
 
 # Set by pytest for each test, by torch and scikit-learn when they are first imported, and by what torch compiles with.
 _SET_BY_LIBRARIES = ("PYTEST_", "TORCHINDUCTOR_", "TRITON_", "KMP_")
@@ -48,6 +51,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--reliability", action="store_true", help="run what is marked `ledger`, write docs/reliability.md"
     )
+
+
+def pytest_collection_finish() -> None:
+    # All that is imported stays. Without this, every full garbage collection walks through it again.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,5 +1,6 @@
 """Processes of this machine, as /proc shows them."""
 
+import os
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +26,28 @@ def left_with(variable: str, *, limit_seconds: float = 5.0) -> list[str]:
     while (left := processes_with(variable)) and time.monotonic() < deadline:
         time.sleep(0.05)
     return left
+
+
+def ranks_left(*, limit_seconds: float = 5.0) -> list[str]:
+    """The names of the live ranks of a launcher in this process, once they have had a moment to go.
+
+    Ranks that are forked have the environment of what they are forked from, so that no variable tells them apart.
+    """
+    deadline = time.monotonic() + limit_seconds
+    while (left := _children_named("shardwise ")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def _children_named(start: str) -> list[str]:
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            name, _, rest = (folder / "stat").read_text().partition("(")[2].rpartition(")")
+            state, parent = rest.split()[:2]
+            if name.startswith(start) and int(parent) == os.getpid() and state != "Z":
+                found.append(name)
+    return found
 
 
 def listening(pids: set[int]) -> set[tuple[str, int]]:

@@ -47,6 +47,9 @@ _PRELOAD = (
 )
 # For what is not the body: the start of a process, the import of a test's module, the clean-up.
 _OVERHEAD_SECONDS = 60.0
+# What libraries that a body imports leave in a process, and a worker may keep: variables, and tqdm's thread.
+_SET_BY_LIBRARIES = ("TORCHINDUCTOR_", "TRITON_", "KMP_", "PYTORCH_NVML_")
+_THREADS_OF_LIBRARIES = ("tqdm_monitor",)
 # Ranks that fail at about the same moment all get to report, so that the earliest can be told.
 _GRACE_SECONDS = 0.05
 
@@ -272,8 +275,8 @@ def _state() -> tuple[Any, ...]:
     """What a body must leave as it was for this worker to be used again."""
     return (
         dist.group.WORLD,
-        set(threading.enumerate()),
-        dict(os.environ),
+        _threads(),
+        {name: value for name, value in os.environ.items() if not name.startswith(_SET_BY_LIBRARIES)},
         os.getcwd(),
         torch.get_default_dtype(),
         torch.get_num_threads(),
@@ -286,9 +289,13 @@ def _clean_up(before: tuple[Any, ...]) -> bool:
     """Free what the body left behind; whether this worker is again in the state `before`."""
     gc.collect()
     _destroy_groups()
-    for thread in set(threading.enumerate()) - before[1]:
+    for thread in _threads() - before[1]:
         thread.join(timeout=1.0)
     return _state() == before
+
+
+def _threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name not in _THREADS_OF_LIBRARIES}
 
 
 def _destroy_groups() -> None:

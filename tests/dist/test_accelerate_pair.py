@@ -127,6 +127,7 @@ def ddp(folder: Path) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.whole
 def test_ddp_runs_on_two_processes_and_reports_what_it_did(ddp: dict[str, Any]) -> None:
     assert (ddp["distributed_type"], ddp["num_processes"]) == ("MULTI_CPU", 2)
     assert len(ddp["losses"]) == 2 * NUM_SAMPLES // 4
@@ -136,6 +137,7 @@ def test_ddp_runs_on_two_processes_and_reports_what_it_did(ddp: dict[str, Any]) 
     assert all(rank["peak_allocated_bytes"] is None for rank in ddp["ranks"])
 
 
+@pytest.mark.whole
 def test_ddp_ranks_read_disjoint_samples_that_cover_the_dataset(ddp: dict[str, Any], folder: Path) -> None:
     seen = [json.loads((folder / f"seen-{rank}.json").read_text()) for rank in (0, 1)]
     half = NUM_SAMPLES // 2
@@ -146,11 +148,13 @@ def test_ddp_ranks_read_disjoint_samples_that_cover_the_dataset(ddp: dict[str, A
     assert seen[0][:half] != seen[0][half:]
 
 
+@pytest.mark.whole
 def test_ddp_ranks_end_with_the_same_weights(ddp: dict[str, Any]) -> None:
     ours, theirs = (rank["weights_sha256"] for rank in ddp["ranks"])
     assert ours == theirs
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("version", ["fsdp", "fsdp2"])
 def test_fsdp_trains_as_ddp_does(version: str, ddp: dict[str, Any], folder: Path) -> None:
     fsdp = json.loads((folder / f"{version}.json").read_text())

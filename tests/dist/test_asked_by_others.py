@@ -63,7 +63,7 @@ def generates(rank: int, strategy: str) -> list[list[int]]:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("strategy", ["fsdp", *whole("ddp")])
+@pytest.mark.parametrize("strategy", whole("fsdp", "ddp"))
 def test_ranks_generate_sentences_of_different_length(strategy: str) -> None:
     pytest.importorskip("transformers")
     (expected,) = run_ranks(generates, num_ranks=1, args=("one process",))

@@ -1,19 +1,17 @@
 """`shardwise bench` on two real ranks: as it is typed, and with strategies in which something was planted."""
 
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
-from processes import left_with
+from processes import ranks_left
 from ranks import run_ranks
 
 from shardwise.bench.case_result import CaseResult
@@ -44,29 +42,29 @@ def config(tmp_path: Path) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """A bench as it was typed: what it printed, what it left running, its folder, and how long it took."""
+    """A bench: what it printed, the ranks that it left running, its folder, and how long it took."""
 
-    result: subprocess.CompletedProcess[str]
+    shown: str
+    progress: str
     left: list[str]
     out: Path
     seconds: float
 
 
 @pytest.fixture(scope="module")
-def typed(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+def typed(tmp_path_factory: pytest.TempPathFactory, forked_ranks: None) -> Ended:
     folder = tmp_path_factory.mktemp("bench")
     out, began = folder / "out", time.monotonic()
     command = ["bench", str(write_config(folder)), *OPTIONS, "--strategy", "fsdp", "--out", str(out), "--name", "<b>"]
-    result = subprocess.run(
-        [sys.executable, "-m", "shardwise", *command],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "BENCH_TEST": str(folder)},
-        timeout=240,
-    )
-    assert result.returncode == 0, result.stderr
-    return Ended(result=result, left=left_with(f"BENCH_TEST={folder}"), out=out, seconds=time.monotonic() - began)
+    with (
+        redirect_stdout(StringIO()) as shown,
+        redirect_stderr(StringIO()) as progress,
+        pytest.raises(SystemExit) as caught,
+    ):
+        main(command)
+    assert caught.value.code == 0, progress.getvalue()
+    seconds = time.monotonic() - began
+    return Ended(shown=shown.getvalue(), progress=progress.getvalue(), left=ranks_left(), out=out, seconds=seconds)
 
 
 def check_measured(case: CaseResult) -> None:
@@ -82,12 +80,12 @@ def check_measured(case: CaseResult) -> None:
 @pytest.mark.timeout(300)
 def test_the_command_measures_a_strategy_in_fresh_processes_with_and_without_communication(typed: Ended) -> None:
     assert typed.left == []
-    assert [line.split(" ", 1)[1] for line in typed.result.stderr.splitlines()] == [
+    assert [line.split(" ", 1)[1] for line in typed.progress.splitlines()] == [
         "round 1: fsdp",
         "silent: fsdp",
         "done",
     ]
-    assert typed.result.stdout.splitlines()[-1] == f"next: shardwise report {typed.out}"
+    assert typed.shown.splitlines()[-1] == f"next: shardwise report {typed.out}"
     found = load_bench(typed.out)
     assert (found.name, found.num_ranks, found.step_samples, found.step_tokens) == ("<b>", 2, 4, 32)
     (case,) = found.cases

@@ -68,7 +68,7 @@ CASES = [
     ("torch", "ddp"),
     ("torch", "fsdp"),
     ("accelerate", "ddp"),
-    ("lightning", "fsdp"),
+    *whole(("lightning", "fsdp")),
     *whole(("shardwise", "zero1"), ("shardwise", "shard_grad_op"), ("lightning", "ddp")),
     *whole(("torch", "shard_grad_op"), ("lightning", "shard_grad_op")),
 ]

@@ -66,8 +66,7 @@ def compile_block(model: Any, *, backend: str, form: str) -> None:
 @pytest.mark.parametrize(
     ("strategy", "form", "when"),
     [
-        ("fsdp", "in place", "before"),
-        *whole(("zero2", "forward", "after"), ("shard_grad_op", "wrapped", "before")),
+        *whole(("fsdp", "in place", "before"), ("zero2", "forward", "after"), ("shard_grad_op", "wrapped", "before")),
     ],
 )
 def test_a_compiled_unit_trains_the_same(strategy: str, form: str, when: str) -> None:
@@ -105,7 +104,7 @@ def compiled_by_plans(rank: int, plans: list[Plan]) -> None:
 @pytest.mark.parametrize(
     "plans",
     [
-        [Plan(compile="aot_eager", engine="torch", strategy="ddp")],
+        *whole([Plan(compile="aot_eager", engine="torch", strategy="ddp")]),
         # Blocks of one class that are compiled as they are, to be recomputed whole, and not at all.
         [Plan(compile="aot_eager", recompute_overrides={"blocks.1": "full", "blocks.2": "selective"})],
         *whole([Plan(compile="aot_eager", recompute="full")]),

@@ -61,6 +61,7 @@ def trained_here(rank: int, asked: TrainConfig) -> None:
         trained(rank, asked)
 
 
+@pytest.mark.whole
 def test_training_on_two_hosts_gives_the_losses_of_one(hosts: tuple[Host, Host], tmp_path: Path) -> None:
     config, one, two = (tmp_path / name for name in ("config.toml", "one", "two"))
     config.write_text(CONFIG)

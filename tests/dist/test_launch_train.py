@@ -8,7 +8,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from processes import left_with
+from processes import left_with, ranks_left
 from whole import whole
 
 from reliability.said import say
@@ -76,12 +76,12 @@ def test_a_rank_that_breaks_in_training_is_the_one_that_is_shown(
 
 
 @pytest.fixture(scope="module")
-def out_of_memory(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def out_of_memory(tmp_path_factory: pytest.TempPathFactory, forked_ranks: None) -> tuple[Path, str]:
     """A job of which rank 1 runs out of memory in the forward of step 3: its folder, and what the user saw."""
     folder = tmp_path_factory.mktemp("memory")
     with redirect_stderr(StringIO()) as errors:
         assert broken_at("memory", folder) == 1
-    assert left_with(f"POINT_FOLDER={folder}") == []
+    assert ranks_left() == []
     return folder, errors.getvalue()
 
 
@@ -114,11 +114,12 @@ def test_the_autopsy_of_its_run_folder_names_a_rank_that_raised_in_training(
 
 
 @pytest.fixture(scope="module")
-def failing_disk(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def failing_disk(tmp_path_factory: pytest.TempPathFactory, forked_ranks: None) -> tuple[Path, str]:
     """A job whose disk is full in its first start and fails in its second: its run folder, and what the user saw."""
     folder = tmp_path_factory.mktemp("disk")
     with redirect_stderr(StringIO()) as errors:
         assert broken_at("the disk", folder) == 0
+    assert ranks_left() == []
     return folder / "run", errors.getvalue()
 
 

@@ -12,39 +12,41 @@ from processes import left_with
 from shardwise.comm.job_environment import WARM
 
 PROGRAM = Path(__file__).with_name("warmed.py")
+Job = tuple[Path, subprocess.CompletedProcess[str]]
 
 
-def launched(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """A job that is started again until its ranks are forked, and then fails: its folder, and how it ended."""
+    folder = tmp_path_factory.mktemp("warm")
     code = (
         "import sys; from pathlib import Path; from shardwise.launch.launch import launch;"
-        f"sys.exit(launch({[str(folder), *words]!r}, num_ranks=2, max_restarts=100, folder=Path({str(folder)!r}),"
-        f"program={str(PROGRAM)!r}))"
+        f"sys.exit(launch({[str(folder), 'one', '$two', 'fail']!r}, num_ranks=2, max_restarts=100,"
+        f"folder=Path({str(folder)!r}), program={str(PROGRAM)!r}))"
     )
     environment = os.environ | {WARM: "0", "TMPDIR": str(folder)}
-    return subprocess.run(
+    return folder, subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=100
     )
 
 
 @pytest.mark.timeout(120)
-def test_a_forked_rank_is_a_child_of_the_launcher_with_its_own_group_and_random_numbers(tmp_path: Path) -> None:
-    done = launched(tmp_path, "one", "$two")
-    assert done.returncode == 0, done.stderr
+def test_a_forked_rank_is_a_child_of_the_launcher_with_its_own_group_and_random_numbers(job: Job) -> None:
+    folder, done = job
     assert "rank 1 failed first: the process was killed by SIGKILL; restart 1 of 100" in done.stderr
-    one, other = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1))
+    one, other = (json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1))
     for rank in (one, other):
         assert rank["parent"]
         assert rank["leads"]
         assert rank["total"] == [2.0] * 4
         assert rank["threads"] == 1
-        assert rank["words"] == ["one", "$two"]
+        assert rank["words"] == ["one", "$two", "fail"]
     assert one["random"] != other["random"]
-    assert left_with(f"TMPDIR={tmp_path}") == []
 
 
 @pytest.mark.timeout(120)
-def test_an_error_of_a_forked_rank_is_reported_as_always(tmp_path: Path) -> None:
-    done = launched(tmp_path, "fail")
+def test_an_error_of_a_forked_rank_is_reported_as_always(job: Job) -> None:
+    folder, done = job
     assert done.returncode == 1
     assert "failed first: ValueError: as asked" in done.stderr
-    assert left_with(f"TMPDIR={tmp_path}") == []
+    assert left_with(f"TMPDIR={folder}") == []

@@ -15,8 +15,13 @@ def cells(path: Path) -> list[str]:
     return ["".join(cell["source"]) for cell in data["cells"] if cell["cell_type"] == "code"]
 
 
+def marks_of(path: Path) -> list[pytest.MarkDecorator]:
+    """The usual run starts a script under torchrun once, that of the README (test_documents.py)."""
+    return [pytest.mark.whole] if any("torch.distributed.run" in cell for cell in cells(path)) else []
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [pytest.param(path, marks=marks_of(path), id=path.stem) for path in NOTEBOOKS])
 def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in [name for name in os.environ if name.startswith(("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_"))]:

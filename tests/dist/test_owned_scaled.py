@@ -46,6 +46,7 @@ def update(model: nn.Module, made: list[torch.optim.Optimizer], scaler: Any) -> 
         optimizer.zero_grad()
 
 
+@own.tried_soon
 def on_ranks(rank: int, strategy: str, name: str, planted_rank: int | None, later: bool = False) -> Told:
     torch.manual_seed(1234)
     model, batch = MODELS["gpt"]()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from given_optimizers import tried_soon
 from ranks import run_ranks
 from step_memory import alike_ranks, step_bytes
 from test_planner_memory import SHAPES, spec_of, task_of
@@ -35,6 +36,7 @@ def made(name: str, device: str) -> Task:
     return task_of(name, device=device) if name in SHAPES else load_task(name, seq=16, device=device)
 
 
+@tried_soon
 def state_bytes(rank: int, name: str, num_ranks: int, strategies: list[str]) -> dict[str, int]:
     """Of rank 0, after a step without the others, by strategy."""
     dist.destroy_process_group()
@@ -67,6 +69,7 @@ def test_the_state_of_rank_0_is_predicted_to_the_byte(name: str, num_ranks: int)
         assert in_slices + sum(job.owned_moments) == num_bytes, strategy
 
 
+@tried_soon
 def measured(rank: int, name: str, plans: list[Plan], batch: int) -> list[tuple[int, int]]:
     with alike_ranks():
         return [step_bytes(partial(made, name, "cpu"), plan=plan, batch=batch, optimizer=muon) for plan in plans]

@@ -4,12 +4,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from processes import ranks_left
 from protected import EVERY, NUM_STEPS, Protected
 from ranks import RankFailed, run_ranks
 from whole import strategies, whole
@@ -17,6 +18,7 @@ from whole import strategies, whole
 import shardwise
 from reliability.said import say
 from shardwise.comm.job_environment import MEMORY
+from shardwise.launch.launch import launch
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.recovery import generation
@@ -267,20 +269,14 @@ def test_mistakes_get_one_line(progress: Any, every: int | None, line: str) -> N
 # Ranks that are killed
 
 
-@contextmanager
-def launched(folder: Path, strategy: str, *, kill: str = "") -> Iterator[str]:
-    """Yield what a job of our launcher printed, whose rank kills itself as `kill` says."""
-    code = (
-        "import sys; from pathlib import Path; from shardwise.launch.launch import launch;"
-        f"sys.exit(launch([{strategy!r}, {str(folder)!r}], num_ranks=2, max_restarts=2, folder=Path({str(folder)!r}),"
-        f"program={str(HERE / 'protected.py')!r}))"
-    )
-    environment = os.environ | {"KILL": kill, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=100
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    yield done.stdout
+def launched(folder: Path, strategy: str, *, kill: str = "") -> set[int]:
+    """Run a job of our launcher, whose rank kills itself as `kill` says; return the restarts in which steps began."""
+    program = str(HERE / "protected.py")
+    with patch.dict(os.environ, {"KILL": kill}):
+        code = launch([strategy, str(folder)], num_ranks=2, max_restarts=2, folder=folder, program=program)
+    assert code == 0
+    assert ranks_left() == []
+    return {int(path.name.rpartition("-")[2]) for path in folder.glob("began-*")}
 
 
 @pytest.mark.timeout(240)
@@ -288,12 +284,12 @@ def launched(folder: Path, strategy: str, *, kill: str = "") -> Iterator[str]:
     ("strategy", "kill"),
     [("fsdp", "1 snapshot 5"), *whole(("ddp", "0 update 6"), ("zero1", "1 backward 7"), ("fsdp", "0 snapshot 3"))],
 )
-def test_a_rank_that_is_killed_costs_a_few_steps_and_no_bit(folder: Path, strategy: str, kill: str) -> None:
+def test_a_rank_that_is_killed_costs_a_few_steps_and_no_bit(
+    folder: Path, strategy: str, kill: str, forked_ranks: None
+) -> None:
     for name, how in (("alone", ""), ("killed", kill)):
         (folder / name).mkdir()
-        with launched(folder / name, strategy, kill=how) as printed:
-            starts = [line for line in printed.splitlines() if line.startswith("begins after")]
-            assert len(starts) == (2 if how else 1)
+        assert launched(folder / name, strategy, kill=how) == ({0, 1} if how else {0})
     one, other = (torch.load(folder / name / "end.pt") for name in ("alone", "killed"))
     step = int(kill.split()[-1])
     # A generation that was not whole yet is passed over.

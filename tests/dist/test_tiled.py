@@ -6,6 +6,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import Tensor, nn
+from whole import whole
 
 import shardwise
 from shardwise.errors import InvalidModel, InvalidPlan
@@ -83,16 +84,16 @@ PLANS = [
     {"strategy": "fsdp", "recompute": "full"},
     {"strategy": "fsdp", "recompute": "selective"},
     {"strategy": "fsdp", "offload_activations": True},
-    {"strategy": "shard_grad_op", "precision": "fp32", "compile": "aot_eager"},
 ]
+COMPILED = [{"strategy": "shard_grad_op", "precision": "fp32", "compile": "aot_eager"}]
 
 
-def same_under_all_plans(rank: int) -> list[str]:
+def same_under(rank: int, plans: list[dict[str, Any]]) -> list[str]:
     """Return the plans under which something differs from ddp, with dropout in the tiles."""
     tile = {"*.mlp": 4}
     losses, values = trained(rank, {"strategy": "ddp", "tile": tile}, dropout=0.2)
     differing = []
-    for plan in PLANS:
+    for plan in plans:
         other_losses, other_values = trained(rank, {**plan, "tile": tile}, dropout=0.2)
         same = all(map(torch.equal, losses, other_losses))
         if not same or not all(torch.equal(values[name], other_values[name]) for name in values):
@@ -101,8 +102,9 @@ def same_under_all_plans(rank: int) -> list[str]:
 
 
 @pytest.mark.timeout(120)
-def test_every_plan_gives_the_bits_of_ddp_with_dropout_in_tiles() -> None:
-    assert run_ranks(same_under_all_plans, num_ranks=2) == [[], []]
+@pytest.mark.parametrize("plans", [PLANS, *whole(COMPILED)], ids=["usual", "compiled"])
+def test_every_plan_gives_the_bits_of_ddp_with_dropout_in_tiles(plans: list[dict[str, Any]]) -> None:
+    assert run_ranks(same_under, num_ranks=2, args=(plans,)) == [[], []]
 
 
 def in_bf16(rank: int) -> float:

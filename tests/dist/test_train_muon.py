@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from given_optimizers import tried_soon
 from ranks import run_ranks
 from train_tasks import assert_same_end, config, curve, reference, trained
 
@@ -23,8 +24,13 @@ def asked(folder: Path, *, model: str = "gpt-tiny", steps: int = 4, ns_steps: in
     )
 
 
+@tried_soon
+def trained_soon(rank: int, one: TrainConfig, crash_after: int | None) -> None:
+    trained(rank, one, crash_after)
+
+
 def run(one: TrainConfig, *, num_ranks: int = 2, crash_after: int | None = None) -> None:
-    run_ranks(trained, num_ranks=num_ranks, args=(one, crash_after))
+    run_ranks(trained_soon, num_ranks=num_ranks, args=(one, crash_after))
 
 
 def losses(folder: Path) -> list[float]:

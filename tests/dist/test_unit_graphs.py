@@ -10,7 +10,7 @@ from ranks import run_ranks
 from simulated_graphs import SimulatedGraphs, simulated
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
-from whole import whole
+from whole import in_turn
 
 import shardwise
 from shardwise.engine.engine import engine_of
@@ -58,8 +58,7 @@ def compared(rank: int, loop: str, options: dict[str, Any], model_options: dict[
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", *whole("zero2", "shard_grad_op")])
-@pytest.mark.parametrize("loop", sorted(LOOPS))
+@pytest.mark.parametrize(("loop", "strategy"), in_turn(sorted(LOOPS), "fsdp", "ddp", every=STRATEGIES))
 def test_a_loop_with_unit_graphs_has_the_bits_of_the_same_loop_without(loop: str, strategy: str) -> None:
     for num_calls, num_replayed in run_ranks(compared, num_ranks=2, args=(loop, {"strategy": strategy}, {})):
         assert num_replayed > num_calls / 5, (num_calls, num_replayed)

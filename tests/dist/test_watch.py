@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from ports import free_port
-from processes import processes_with
+from processes import processes_with, ranks_left
 from ranks import run_ranks
 from stalling import run_rank
 from whole import whole
@@ -228,10 +228,8 @@ watch_seconds = {WATCH_SECONDS}
 
 
 def test_a_training_whose_data_hold_up_one_rank_ends_and_names_it(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], forked_ranks: None
 ) -> None:
-    monkeypatch.setenv("TESTED_IN", str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(HERE), prepend=":")
     (tmp_path / "config.toml").write_text(CONFIG)
     arguments = ["train", str(tmp_path / "config.toml"), "--run", str(tmp_path / "run")]
     code = launch(arguments, num_ranks=2, max_restarts=0, folder=tmp_path / "run")
@@ -239,7 +237,7 @@ def test_a_training_whose_data_hold_up_one_rank_ends_and_names_it(
     (told,) = [line for line in errors.splitlines() if line.startswith("rank 1 failed first")]
     assert re.search(r"RankStopped: rank 1 stopped \(has issued nothing for \d+ s\): step 4, between steps", told)
     assert code == 1
-    assert processes_with(f"TESTED_IN={tmp_path}") == []
+    assert ranks_left() == []
 
 
 def leaves_no_thread(rank: int) -> None:

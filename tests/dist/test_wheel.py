@@ -1,6 +1,6 @@
 """A release: the wheel holds the whole package, and works where nothing but the wheel is installed of it."""
 
-import os
+import runpy
 import subprocess
 import sys
 import sysconfig
@@ -11,21 +11,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-CONFIG = """
-[task]
-model = "gpt-tiny"
-dataset = "stdlib"
-seq = 16
-[plan]
-strategy = "fsdp"
-micro_batch = 2
-[train]
-steps = 3
-eval_every = 0
-[run]
-device = "cpu"
-tensorboard = false
-"""
 
 
 @pytest.fixture(scope="module")
@@ -76,22 +61,5 @@ def installed(wheel: Path, tmp_path: Path) -> Path:
 def test_plan_and_a_training_on_two_ranks_run_from_the_wheel_in_another_folder(installed: Path, tmp_path: Path) -> None:
     folder = tmp_path / "elsewhere"
     folder.mkdir()
-    (folder / "tiny.toml").write_text(CONFIG)
-    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-
-    def output(*command: str) -> str:
-        result = subprocess.run(
-            [str(installed / command[0]), *command[1:]],
-            cwd=folder,
-            env={**variables, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert result.returncode == 0, result.stderr
-        return result.stdout
-
-    assert str(installed.parent) in output("python", "-c", "import shardwise; print(shardwise.__file__)")
-    assert "Recommended" in output("shardwise", "plan", "gpt2-124m", "--cluster", "8xh100-80gb")
-    assert "fsdp on 2 × cpu, fp32: 3 steps" in output("shardwise", "train", "tiny.toml", "--ranks", "2")
-    assert "a run of gpt-tiny under fsdp: metrics of 3 steps" in output("shardwise", "doctor", "runs/tiny")
+    plan_and_train = runpy.run_path(str(ROOT / "scripts" / "try_wheel.py"))["plan_and_train"]
+    assert plan_and_train(installed, folder=folder).startswith("shardwise ")

@@ -10,10 +10,13 @@ from drawn_plans import unlisted
 from open_faults import OPEN_FAULTS, why_left_out
 from outcomes import cut_down, outcome, outcomes
 from parts import PARTS, Part
+from whole import whole
 
 import shardwise
 
 NUM_SEEDS = 300
+# Of them, in the usual run.
+NUM_USUAL = 60
 
 
 def step(**settings: object) -> Event:
@@ -21,9 +24,9 @@ def step(**settings: object) -> Event:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.whole)])
-def test_random_compositions_are_right_or_refused(num_ranks: int) -> None:
-    cases = [draw_case(seed, num_ranks=num_ranks) for seed in range(NUM_SEEDS)]
+@pytest.mark.parametrize(("num_ranks", "num_seeds"), [(2, NUM_USUAL), *whole((2, NUM_SEEDS), (3, NUM_SEEDS))])
+def test_random_compositions_are_right_or_refused(num_ranks: int, num_seeds: int) -> None:
+    cases = [draw_case(seed, num_ranks=num_ranks) for seed in range(num_seeds)]
     tried = [case for case in cases if not why_left_out(case)]
     kinds: Counter[str] = Counter()
     failed = None

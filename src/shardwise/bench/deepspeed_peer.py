@@ -10,7 +10,7 @@ from shardwise.bench.contestants import STAGES
 from shardwise.bench.peer_setup import job_variables, make_real
 from shardwise.train.batches import to_device
 from shardwise.train.config import TrainConfig
-from shardwise.train.loop import Training, Update
+from shardwise.train.training_state import Training, Update
 
 
 def by_deepspeed(

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.errors import InvalidData
 from shardwise.train.batches import to_device
-from shardwise.train.loop import Training, Update
+from shardwise.train.training_state import Training, Update
 
 # DDP rebuilds its buckets after its first step, and times its first ten (torch's "CUDA graphs": "at least 11").
 _ORDINARY_STEPS = 11

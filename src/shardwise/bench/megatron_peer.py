@@ -21,7 +21,7 @@ from shardwise.engine.core.precision import planned_dtype
 from shardwise.plan import Plan
 from shardwise.torch_engine.prepare import rename_parameters
 from shardwise.train.config import TrainConfig
-from shardwise.train.loop import Update
+from shardwise.train.training_state import Update
 
 
 def by_megatron(

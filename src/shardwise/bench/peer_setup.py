@@ -18,7 +18,7 @@ from shardwise.plan import Plan
 from shardwise.spec import ROOT
 from shardwise.torch_engine.prepare import rename_parameters, to_master_dtype
 from shardwise.train.batches import to_device
-from shardwise.train.loop import Training, Update
+from shardwise.train.training_state import Training, Update
 from shardwise.units import unit_modules
 from shardwise.units.materialize import materialize
 
@@ -51,7 +51,7 @@ def accumulating(
     clip: Callable[[float], Tensor],
     no_sync: Callable[[bool], AbstractContextManager[None]],
 ) -> Update:
-    """Return an update like train/loop.update, made of another library's functions."""
+    """Return an update like train/update.update, made of another library's functions."""
 
     def update(training: Training, weights: tuple[float, ...], batches: list[Any]) -> tuple[Tensor, Tensor | None]:
         total = torch.zeros((), device=training.device)

@@ -27,7 +27,7 @@ from shardwise.plan import Plan
 from shardwise.plan.placement import SHARDED, placement_of
 from shardwise.torch_engine.prepare import rename_parameters, shard_units
 from shardwise.train.config import TrainConfig
-from shardwise.train.loop import Update
+from shardwise.train.training_state import Update
 from shardwise.units import unit_modules
 
 

@@ -20,10 +20,12 @@ from shardwise.plan.limits import LIMITS
 from shardwise.profile.traceless import TracelessCollectives, lending_broadcasts
 from shardwise.spec import ModelSpec
 from shardwise.train.config import TrainConfig
-from shardwise.train.loop import Training, Update, take_step, update
+from shardwise.train.loop import take_step
 from shardwise.train.metrics import Taken
 from shardwise.train.randomness import seed_everything
 from shardwise.train.setup import Ready, by_plan, open_data, set_up
+from shardwise.train.training_state import Training, Update
+from shardwise.train.update import update
 from shardwise.units import model_spec, unit_modules
 
 

@@ -36,10 +36,10 @@ from shardwise.engine.protocol import find_engine
 from shardwise.launch.failure import LOG, report, write_to_log
 from shardwise.profile.recording import WARM_UP_STEPS, StepRecording, allocations_on
 from shardwise.train.batches import to_device
-from shardwise.train.loop import Training, Update
 from shardwise.train.metrics import Window
 from shardwise.train.randomness import deterministic_kernels
 from shardwise.train.run_folder import environment
+from shardwise.train.training_state import Training, Update
 
 
 def run_rank(run: BenchRun) -> Found:

@@ -13,7 +13,7 @@ exchange texts only to report a difference.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Any, TypeVar
 
@@ -58,18 +58,9 @@ def on_each_rank(
     A rank where it fails raises its error, if that is one of `catches`, and the other ranks raise `raises` instead of
     waiting. Any other error ends the rank's process, and with it the job.
     """
-    failure: Exception | None = None
-    result: T | None = None
-    try:
-        result = action()
-    except catches as error:
-        failure = error
+    result, failure = _attempted(action, catches=catches)
     everyone = exchange((result, None if failure is None else describe(failure)), group=group)
-    if failure is not None:
-        raise failure
-    for rank, (_, line) in enumerate(everyone):
-        if line is not None:
-            raise raises(f"rank {rank} could not continue: {line}")
+    _raise_first(failure, [line for _, line in everyone], raises=raises)
     return [theirs for theirs, _ in everyone]
 
 
@@ -81,32 +72,29 @@ def together(
     describe: Callable[[Exception], str] | None = None,
 ) -> T:
     """Return this rank's result of `action`; raise on all ranks if it fails on one, with whatever error. Collective."""
-    outcome: list[T | Exception] = []
+    result, failure = _attempted(action, catches=Exception)
+    if any_rank(failure is not None, group=group):
+        # Without their results, which may be nothing that can be sent.
+        lines = exchange(None if failure is None else (describe or _in_one_line)(failure), group=group)
+        _raise_first(failure, lines, raises=raises)
+    return result  # type: ignore[return-value]
+
+
+def _attempted(action: Callable[[], T], *, catches: type[Exception]) -> tuple[T | None, Exception | None]:
+    """Return the result of `action` and None, or None and its error."""
     try:
-        outcome.append(action())
-    except Exception as error:
-        outcome.append(error)
-    if any_rank(isinstance(outcome[0], Exception), group=group):
-        on_each_rank(
-            # Without its result, which may be nothing that can be sent.
-            lambda: _raise_failure(outcome[0]),
-            group=group,
-            catches=Exception,
-            raises=raises,
-            describe=describe or _in_one_line,
-        )
-    return _result(outcome[0])
+        return action(), None
+    except catches as error:
+        return None, error
 
 
-def _raise_failure(outcome: object) -> None:
-    if isinstance(outcome, Exception):
-        raise outcome
-
-
-def _result(outcome: T | Exception) -> T:
-    if isinstance(outcome, Exception):
-        raise outcome
-    return outcome
+def _raise_first(failure: Exception | None, lines: Sequence[str | None], *, raises: type[ShardwiseError]) -> None:
+    """Raise this rank's own failure, or else what the first rank with a line says; do nothing if there is none."""
+    if failure is not None:
+        raise failure
+    for rank, line in enumerate(lines):
+        if line is not None:
+            raise raises(f"rank {rank} could not continue: {line}")
 
 
 def by_first(

@@ -15,22 +15,16 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from shardwise.autopsy.own_record import clear_records, path_of
-from shardwise.comm.job_environment import AUTOPSY, SNAPSHOTS, STORE
-from shardwise.files.regular_file import open_to_append
-from shardwise.launch.failure import LAST_WORDS_SECONDS, LOG, Failure, ended, first, reported
-from shardwise.launch.rank_process import LAUNCHER
+from shardwise.launch.failure import LAST_WORDS_SECONDS, Failure, ended, first, reported
+from shardwise.launch.one_machine import OneMachine
+from shardwise.launch.rank_files import RankEnvironments, RankFiles, num_threads
 from shardwise.launch.warm_start import WarmStart, forking
 
 _MONITOR_SECONDS = 0.05
@@ -60,107 +54,6 @@ class JobStopped(Exception):  # noqa: N818
         self.number = number
 
 
-class OneMachine(RendezvousHandler):
-    """The rendezvous of a single agent: complete at once, in memory."""
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        # The ranks do not use this address: they meet over a file.
-        unused = RendezvousStoreInfo(master_addr="127.0.0.1", master_port=0)
-        return RendezvousInfo(HashStore(), 0, 1, unused)
-
-    def get_backend(self) -> str:
-        return "one-machine"
-
-    def get_run_id(self) -> str:
-        return "shardwise"
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        """Do nothing: there is no other agent."""
-
-    def shutdown(self) -> bool:
-        return True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Files:
-    """The files of a job's ranks.
-
-    `private` is the launcher's own folder and is removed with it; `logs` is kept, one file per rank for all starts.
-    """
-
-    private: Path
-    logs: Path
-    # Names the snapshots that ranks keep in memory (recovery/).
-    snapshots: str = ""
-
-    @property
-    def records(self) -> Path:
-        """The folder in which ranks of a failing job leave their records (autopsy/own_record.py)."""
-        return self.logs.parent
-
-    def store(self, *, restarts: int) -> Path:
-        return self.private / f"store-{restarts}"
-
-    def report(self, *, restarts: int, rank: int) -> Path:
-        return self.private / f"failure-{restarts}-{rank}.json"
-
-    def log(self, *, rank: int) -> Path:
-        return self.logs / f"rank-{rank}.txt"
-
-    def head(self, *, restarts: int) -> str:
-        """Return the line that begins a start in a log."""
-        return f"--- launcher {os.getpid()}, restart {restarts} ---\n"
-
-    def written(self, *, restarts: int, rank: int) -> str:
-        """Return what a rank has written since that start."""
-        return self.log(rank=rank).read_text(errors="replace").rpartition(self.head(restarts=restarts))[2]
-
-
-class _Environment(LogsSpecs):
-    """Sets the environment of each rank. The agent calls `reify` before each start, to ask where logs go."""
-
-    def __init__(self, files: Files) -> None:
-        super().__init__()
-        self._files = files
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        restarts = int(envs[0]["TORCHELASTIC_RESTART_COUNT"])
-        threads = _num_threads(len(envs))
-        reports = {rank: str(self._files.report(restarts=restarts, rank=rank)) for rank in envs}
-        for rank, environment in envs.items():
-            log = self._files.log(rank=rank)
-            with os.fdopen(open_to_append(log), "a") as file:
-                file.write(self._files.head(restarts=restarts))
-            environment |= {
-                LAUNCHER: str(os.getpid()),
-                LOG: str(log),
-                AUTOPSY: str(self._files.records),
-                SNAPSHOTS: self._files.snapshots,
-                STORE: str(self._files.store(restarts=restarts)),
-                "TORCHELASTIC_ERROR_FILE": reports[rank],
-                "GLOO_SOCKET_IFNAME": "lo",
-                "NCCL_SOCKET_IFNAME": "lo",
-                "OMP_NUM_THREADS": threads,
-            }
-        # The ranks redirect their output themselves.
-        terminal = dict.fromkeys(envs, "")
-        return LogsDest(stdouts=terminal, stderrs=terminal, error_files=reports)
-
-    @property
-    def root_log_dir(self) -> str:
-        return str(self._files.logs)
-
-
-def _num_threads(num_ranks: int) -> str:
-    return os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
-
-
 class Agent(LocalElasticAgent):
     """Runs `program arguments…` on `num_ranks` local ranks until they have ended or JobFailed is raised."""
 
@@ -170,7 +63,7 @@ class Agent(LocalElasticAgent):
         *,
         num_ranks: int,
         max_restarts: int,
-        files: Files,
+        files: RankFiles,
         grace_seconds: float,
         imports: Sequence[str] = (),
     ) -> None:
@@ -185,7 +78,7 @@ class Agent(LocalElasticAgent):
             max_restarts=max_restarts,
             monitor_interval=_MONITOR_SECONDS,
         )
-        super().__init__(spec, _Environment(files))
+        super().__init__(spec, RankEnvironments(files))
         self._command, self._imports = command, imports
         self._warm: WarmStart | None = None
         self._files = files
@@ -207,8 +100,8 @@ class Agent(LocalElasticAgent):
         with forking(self._warm, self._command):
             self._pids = super()._start_workers(worker_group)
         if self._warm is None and worker_group.spec.max_restarts:
-            num_threads = _num_threads(worker_group.spec.local_world_size)
-            self._warm = WarmStart(self._imports, num_threads=num_threads)
+            threads = num_threads(worker_group.spec.local_world_size)
+            self._warm = WarmStart(self._imports, num_threads=threads)
         # These replace torch's own handlers, which interrupt the agent wherever it is.
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             ignored = number == signal.SIGHUP and self._ignores_hangup

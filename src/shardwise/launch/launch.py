@@ -16,8 +16,9 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from shardwise.launch.agent import Agent, Files, JobFailed, JobStopped
+from shardwise.launch.agent import Agent, JobFailed, JobStopped
 from shardwise.launch.folder_lock import InvalidFolder, locked
+from shardwise.launch.rank_files import RankFiles
 from shardwise.recovery.memory_folder import snapshots_of_launch
 
 LOGS = "logs"
@@ -81,7 +82,7 @@ def run_job(
             (program, *arguments),
             num_ranks=num_ranks,
             max_restarts=max_restarts,
-            files=Files(private=private, logs=folder / LOGS, snapshots=key),
+            files=RankFiles(private=private, logs=folder / LOGS, snapshots=key),
             grace_seconds=grace_seconds,
             imports=imports,
         )

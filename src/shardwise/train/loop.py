@@ -1,78 +1,28 @@
 """The training loop on one rank: step after step, with metrics, evaluations and checkpoints in between."""
 
-import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
-
-from shardwise.data.sampler import DistributedSampler
 from shardwise.engine.graphs.compile_clock import CompileClock
-from shardwise.engine.optimizer.scaler import GradScaler
-from shardwise.engine.out_of_memory.survive import NoGuard
 from shardwise.engine.protocol import find_engine
 from shardwise.engine.random_states import random_states
-from shardwise.engines import capture
 from shardwise.launch.failure import during
-from shardwise.tasks import Task
-from shardwise.train.batches import Sharing, samples_seen, to_device, tokens_per_sample
-from shardwise.train.config import TrainConfig
+from shardwise.train.batches import tokens_per_sample
 from shardwise.train.evaluation import evaluate
 from shardwise.train.learning_rate import lr_at
 from shardwise.train.metrics import MetricsRecorder, StepMetrics, Taken, Window
-from shardwise.train.nonfinite import FirstNonFinite, NonFinite, check_finite, find_first_nonfinite
+from shardwise.train.nonfinite import NonFinite, check_finite
 from shardwise.train.optimizers import set_lr
 from shardwise.train.preemption import Preemption
 from shardwise.train.run_folder import save_step
-from shardwise.train.training_step import Pass, run_passes, run_step
+from shardwise.train.training_state import Training
+from shardwise.train.update import next_passes
 from shardwise.vocabulary.quantities import seconds_text
 
 if TYPE_CHECKING:
     from shardwise.checkpoint import Checkpoints
-    from shardwise.recovery.recovery import Recovery
-
-
-@dataclass(slots=True, kw_only=True)
-class Training:
-    """The state of a training on this rank.
-
-    step          the last step taken; `num_steps`: the last one to take
-    update        takes a step: `update`, or a wrapper that captures it or runs it again
-    nonfinite     the source of a NaN or Inf in the steps that were not read yet
-    guard         undoes a step in which a rank ran out of memory (memory_retry.py)
-    before_read   with such a guard: the random states before the batches of this step were read
-    recovery      keeps snapshots in memory, if the config asks for them
-    tell          shows a line to the user, on rank 0
-    """
-
-    config: TrainConfig
-    task: Task
-    model: nn.Module
-    optimizer: Optimizer
-    scaler: GradScaler
-    sampler: DistributedSampler
-    sharing: Sharing
-    batches: Iterator[Any]
-    device: torch.device
-    step: int
-    num_steps: int
-    update: "Update"
-    nonfinite: FirstNonFinite | None = None
-    guard: NoGuard = field(default_factory=NoGuard)
-    before_read: dict[str, Any] | None = None
-    recovery: "Recovery | None" = None
-    tell: Callable[[str], None] = lambda line: None
-
-
-Update = Callable[[Training, tuple[float, ...], list[Any]], tuple[Tensor, Tensor | None]]
-"""(training, weights of the passes, their batches) → (loss, norm of the gradients).
-
-The loss is this rank's part of the step's loss, times the number of ranks."""
 
 
 def run_steps(
@@ -165,109 +115,6 @@ def take_step(training: Training) -> Taken:
 def _replayed_calls(training: Training) -> tuple[int, int]:
     engine = find_engine(training.model)
     return (0, 0) if engine is None else engine.replayed_calls(training.model)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepPasses:
-    """The weight and the batch of each pass of a step on this rank, and the number of samples on all ranks."""
-
-    weights: tuple[float, ...]
-    batches: list[Any]
-    num_samples: int
-
-
-def next_passes(training: Training) -> StepPasses:
-    """Read the batches of the next step; the sampler does not advance."""
-    sharing = training.sharing
-    share = sharing.share(samples_seen(training.sampler))
-    assert share is not None
-    training.before_read = random_states(training.device) if training.guard.undoes else None
-    batches = [next(training.batches) for _ in share.counts]
-    if training.config.plan.may_capture_steps and training.device.type == "cuda":
-        # The inputs of a graph are copied from device to device; an ordinary pass copies its own batch.
-        batches = to_device(batches, training.device)
-    weights = tuple(share.weight(count, num_ranks=sharing.num_ranks) for count in share.counts)
-    return StepPasses(weights=weights, batches=batches, num_samples=share.num_samples)
-
-
-def update(training: Training, weights: tuple[float, ...], batches: list[Any]) -> tuple[Tensor, Tensor | None]:
-    """Take an ordinary step; the update is left out if train.nonfinite says so."""
-    policy, clip_norm = training.config.train.nonfinite, training.config.train.clip_norm
-    # With fp16 the scaler skips steps itself.
-    skips = policy == "skip" and not training.scaler.is_enabled()
-    # The norm is the same on every rank. On a GPU the CPU waits for it only in order to skip.
-    checks = skips or (policy == "stop" and training.device.type == "cpu" and not training.scaler.is_enabled())
-    passes = forwards(training, weights, batches)
-
-    def accepts(grad_norm: Tensor) -> bool:
-        if not checks or bool(grad_norm.isfinite()):
-            return True
-        if training.nonfinite is None:
-            training.nonfinite = _find_first_nonfinite(training, passes, batches)
-        return False
-
-    losses, grad_norm = run_step(
-        training.model,
-        training.optimizer,
-        passes,
-        scaler=training.scaler,
-        guard=training.guard,
-        max_norm=clip_norm or (math.inf if skips else None),
-        accepts=accepts,
-    )
-    return sum(losses, start=torch.zeros((), device=training.device)), grad_norm
-
-
-def forwards(training: Training, weights: tuple[float, ...], batches: list[Any]) -> list[Pass]:
-    """Return the passes of a step, for `run_step` and `run_passes`."""
-
-    def forward(weight: float, batch: Any) -> Tensor:
-        return training.task.loss(training.model, to_device(batch, training.device)) * weight
-
-    return [partial(forward, weight, batch) for weight, batch in zip(weights, batches, strict=True)]
-
-
-def _find_first_nonfinite(training: Training, passes: list[Pass], batches: list[Any]) -> FirstNonFinite:
-    # The passes that run again would add to the gradients.
-    training.optimizer.zero_grad()
-    return find_first_nonfinite(
-        training.task.model,
-        training.optimizer,
-        step=training.step,
-        batches=batches,
-        device=training.device,
-        run_again=partial(run_passes, training.model, passes, scaler=training.scaler, guard=NoGuard()),
-    )
-
-
-class CapturedUpdate:
-    """`update` as CUDA graphs, where the plan and the device allow it. It collects the decisions for the metrics."""
-
-    def __init__(self) -> None:
-        self._notes: list[str] = []
-        self._step: Callable[..., tuple[Tensor, Tensor | None]] | None = None
-
-    def __call__(
-        self, training: Training, weights: tuple[float, ...], batches: list[Any]
-    ) -> tuple[Tensor, Tensor | None]:
-        if self._step is None:
-            self._step = self._captured(training)
-        return self._step(weights, batches)
-
-    def _captured(self, training: Training) -> Callable[..., tuple[Tensor, Tensor | None]]:
-        step, config = partial(update, training), training.config
-        if config.train.nonfinite == "skip" and config.plan.capture == "auto" and training.device.type == "cuda":
-            self._notes.append("capture: ordinary steps, not captured: train.nonfinite = 'skip' reads the norm in each")
-            return step
-        functions = (training.task.loss,)
-        return capture(step, training.model, training.optimizer, functions=functions, tell=self._notes.append)
-
-    def take_report(self) -> tuple[bool, str | None]:
-        """Return whether the last step was replayed, and the decisions since the last report."""
-        report = getattr(self._step, "report", None)
-        notes = "; ".join(self._notes)
-        self._notes.clear()
-        return bool(report and report.captured), notes or None
 
 
 def _evaluate(training: Training) -> dict[str, float]:

@@ -28,9 +28,10 @@ from shardwise.planner.search.candidates import capacity_bytes
 from shardwise.profile.step_peak import step_peak
 from shardwise.train.auto_plan import ChosenPlan
 from shardwise.train.automatic import solved_by_rank_0
-from shardwise.train.loop import Training, forwards, next_passes
 from shardwise.train.memory_retry import SmallerPlans, follow_plan
+from shardwise.train.training_state import Training
 from shardwise.train.training_step import run_passes
+from shardwise.train.update import forwards, next_passes
 from shardwise.vocabulary.quantities import bytes_text
 
 # Limits the plans that are solved again, and those that are smaller because a rank ran out of memory.

@@ -21,10 +21,11 @@ from shardwise.plan import Plan
 from shardwise.train import run_folder
 from shardwise.train.auto_plan import ChosenPlan
 from shardwise.train.automatic import solved_by_rank_0
-from shardwise.train.loop import Training, next_passes, update
 from shardwise.train.setup import open_batches
 from shardwise.train.smaller_plan_search import SmallerPlanSearch
+from shardwise.train.training_state import Training
 from shardwise.train.training_step import TrainStep, step_guard
+from shardwise.train.update import next_passes, update
 
 _RETRIES_IF_AUTO = 3
 

@@ -26,7 +26,7 @@ from shardwise.recovery.recovery import Recovery
 from shardwise.train import run_folder
 from shardwise.train.auto_plan import ChosenPlan, choose_plan, limit_to_budget
 from shardwise.train.config import TrainConfig
-from shardwise.train.loop import Training, run_steps
+from shardwise.train.loop import run_steps
 from shardwise.train.memory_advice import advised
 from shardwise.train.memory_probe import probe_memory
 from shardwise.train.memory_retry import retry_out_of_memory
@@ -36,6 +36,7 @@ from shardwise.train.progress import progress_on, say
 from shardwise.train.randomness import deterministic_kernels, seed_everything
 from shardwise.train.resumed import batch_line, rate_line
 from shardwise.train.setup import open_data, set_up
+from shardwise.train.training_state import Training
 
 # A job that is ending may hold the folder a little longer: the worker processes of a killed rank, up to 5 s.
 _LOCK_SECONDS = 10.0

@@ -21,9 +21,10 @@ from shardwise.errors import InvalidData
 from shardwise.tasks import Task, load_task
 from shardwise.train.batches import Sharing, batches_of, check_size, samples_seen
 from shardwise.train.config import TrainConfig
-from shardwise.train.loop import CapturedUpdate, Training, Update
 from shardwise.train.optimizers import make_optimizer
 from shardwise.train.randomness import seed_everything
+from shardwise.train.training_state import Training, Update
+from shardwise.train.update import CapturedUpdate
 
 
 class Ready(Protocol):

@@ -1,6 +1,7 @@
 """A trace with the lean loss, rewritten for the usual one, is what tracing the usual one gives."""
 
 import pytest
+from whole import in_turn
 
 from shardwise.spec import ROOT
 from shardwise.spec.losses import with_usual_loss
@@ -9,9 +10,12 @@ from shardwise.tasks import cross_entropy, load_task
 from shardwise.trace.observe import Way
 from shardwise.trace.trace import trace_model
 
+MODELS = ("gpt-tiny", "llama-tiny")
 
-@pytest.mark.parametrize("model", ["gpt-tiny", "llama-tiny"])
-@pytest.mark.parametrize("computes_in", ["bf16", "fp32", "autocast"])
+
+@pytest.mark.parametrize(
+    ("computes_in", "model"), in_turn(["bf16", "fp32", "autocast"], "gpt-tiny", "llama-tiny", every=MODELS)
+)
 def test_the_usual_loss_is_as_traced(model: str, computes_in: str) -> None:
     task = load_task(model, device="meta")
     how = {"make_batch": task.make_batch, "name": model, "ways": (Way(computes_in=computes_in),)}

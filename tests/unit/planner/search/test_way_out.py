@@ -77,6 +77,7 @@ def test_torchs_engine_may_recompute_in_the_model() -> None:
     assert (found.plan.recompute, found.plan.strategy, found.plan.engine) == ("full", "fsdp", "torch")
 
 
+@pytest.mark.whole
 def test_gradients_in_16_bits_are_a_way_out_before_more_devices() -> None:
     plan = Plan(precision="bf16", micro_batch=1, recompute="full", engine="torch")
     source = Source("llama-3.1-405b", seq=4096)

@@ -1,0 +1,58 @@
+"""The state of a training on this rank, which its loop, its update and its retries share."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.data.sampler import DistributedSampler
+from shardwise.engine.optimizer.scaler import GradScaler
+from shardwise.engine.out_of_memory.survive import NoGuard
+from shardwise.tasks import Task
+from shardwise.train.batches import Sharing
+from shardwise.train.config import TrainConfig
+from shardwise.train.nonfinite import FirstNonFinite
+
+if TYPE_CHECKING:
+    from shardwise.recovery.recovery import Recovery
+
+
+@dataclass(slots=True, kw_only=True)
+class Training:
+    """The state of a training on this rank.
+
+    step          the last step taken; `num_steps`: the last one to take
+    update        takes a step: `update`, or a wrapper that captures it or runs it again
+    nonfinite     the source of a NaN or Inf in the steps that were not read yet
+    guard         undoes a step in which a rank ran out of memory (memory_retry.py)
+    before_read   with such a guard: the random states before the batches of this step were read
+    recovery      keeps snapshots in memory, if the config asks for them
+    tell          shows a line to the user, on rank 0
+    """
+
+    config: TrainConfig
+    task: Task
+    model: nn.Module
+    optimizer: Optimizer
+    scaler: GradScaler
+    sampler: DistributedSampler
+    sharing: Sharing
+    batches: Iterator[Any]
+    device: torch.device
+    step: int
+    num_steps: int
+    update: "Update"
+    nonfinite: FirstNonFinite | None = None
+    guard: NoGuard = field(default_factory=NoGuard)
+    before_read: dict[str, Any] | None = None
+    recovery: "Recovery | None" = None
+    tell: Callable[[str], None] = lambda line: None
+
+
+Update = Callable[[Training, tuple[float, ...], list[Any]], tuple[Tensor, Tensor | None]]
+"""(training, weights of the passes, their batches) → (loss, norm of the gradients).
+
+The loss is this rank's part of the step's loss, times the number of ranks."""

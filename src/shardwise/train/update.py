@@ -1,0 +1,121 @@
+"""One optimizer step of a training on this rank: its batches and passes; the update, ordinary or as CUDA graphs."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.engine.out_of_memory.survive import NoGuard
+from shardwise.engine.random_states import random_states
+from shardwise.engines import capture
+from shardwise.train.batches import samples_seen, to_device
+from shardwise.train.nonfinite import FirstNonFinite, find_first_nonfinite
+from shardwise.train.training_state import Training
+from shardwise.train.training_step import Pass, run_passes, run_step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPasses:
+    """The weight and the batch of each pass of a step on this rank, and the number of samples on all ranks."""
+
+    weights: tuple[float, ...]
+    batches: list[Any]
+    num_samples: int
+
+
+def next_passes(training: Training) -> StepPasses:
+    """Read the batches of the next step; the sampler does not advance."""
+    sharing = training.sharing
+    share = sharing.share(samples_seen(training.sampler))
+    assert share is not None
+    training.before_read = random_states(training.device) if training.guard.undoes else None
+    batches = [next(training.batches) for _ in share.counts]
+    if training.config.plan.may_capture_steps and training.device.type == "cuda":
+        # The inputs of a graph are copied from device to device; an ordinary pass copies its own batch.
+        batches = to_device(batches, training.device)
+    weights = tuple(share.weight(count, num_ranks=sharing.num_ranks) for count in share.counts)
+    return StepPasses(weights=weights, batches=batches, num_samples=share.num_samples)
+
+
+def update(training: Training, weights: tuple[float, ...], batches: list[Any]) -> tuple[Tensor, Tensor | None]:
+    """Take an ordinary step; the update is left out if train.nonfinite says so."""
+    policy, clip_norm = training.config.train.nonfinite, training.config.train.clip_norm
+    # With fp16 the scaler skips steps itself.
+    skips = policy == "skip" and not training.scaler.is_enabled()
+    # The norm is the same on every rank. On a GPU the CPU waits for it only in order to skip.
+    checks = skips or (policy == "stop" and training.device.type == "cpu" and not training.scaler.is_enabled())
+    passes = forwards(training, weights, batches)
+
+    def accepts(grad_norm: Tensor) -> bool:
+        if not checks or bool(grad_norm.isfinite()):
+            return True
+        if training.nonfinite is None:
+            training.nonfinite = _find_first_nonfinite(training, passes, batches)
+        return False
+
+    losses, grad_norm = run_step(
+        training.model,
+        training.optimizer,
+        passes,
+        scaler=training.scaler,
+        guard=training.guard,
+        max_norm=clip_norm or (math.inf if skips else None),
+        accepts=accepts,
+    )
+    return sum(losses, start=torch.zeros((), device=training.device)), grad_norm
+
+
+def forwards(training: Training, weights: tuple[float, ...], batches: list[Any]) -> list[Pass]:
+    """Return the passes of a step, for `run_step` and `run_passes`."""
+
+    def forward(weight: float, batch: Any) -> Tensor:
+        return training.task.loss(training.model, to_device(batch, training.device)) * weight
+
+    return [partial(forward, weight, batch) for weight, batch in zip(weights, batches, strict=True)]
+
+
+def _find_first_nonfinite(training: Training, passes: list[Pass], batches: list[Any]) -> FirstNonFinite:
+    # The passes that run again would add to the gradients.
+    training.optimizer.zero_grad()
+    return find_first_nonfinite(
+        training.task.model,
+        training.optimizer,
+        step=training.step,
+        batches=batches,
+        device=training.device,
+        run_again=partial(run_passes, training.model, passes, scaler=training.scaler, guard=NoGuard()),
+    )
+
+
+class CapturedUpdate:
+    """`update` as CUDA graphs, where the plan and the device allow it. It collects the decisions for the metrics."""
+
+    def __init__(self) -> None:
+        self._notes: list[str] = []
+        self._step: Callable[..., tuple[Tensor, Tensor | None]] | None = None
+
+    def __call__(
+        self, training: Training, weights: tuple[float, ...], batches: list[Any]
+    ) -> tuple[Tensor, Tensor | None]:
+        if self._step is None:
+            self._step = self._captured(training)
+        return self._step(weights, batches)
+
+    def _captured(self, training: Training) -> Callable[..., tuple[Tensor, Tensor | None]]:
+        step, config = partial(update, training), training.config
+        if config.train.nonfinite == "skip" and config.plan.capture == "auto" and training.device.type == "cuda":
+            self._notes.append("capture: ordinary steps, not captured: train.nonfinite = 'skip' reads the norm in each")
+            return step
+        functions = (training.task.loss,)
+        return capture(step, training.model, training.optimizer, functions=functions, tell=self._notes.append)
+
+    def take_report(self) -> tuple[bool, str | None]:
+        """Return whether the last step was replayed, and the decisions since the last report."""
+        report = getattr(self._step, "report", None)
+        notes = "; ".join(self._notes)
+        self._notes.clear()
+        return bool(report and report.captured), notes or None
