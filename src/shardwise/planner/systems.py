@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from shardwise.errors import InvalidPlan, UnknownName
-from shardwise.spec.losses import USUAL
+from shardwise.spec.losses import FUSED, KEPT, USUAL
 
 OVERLAPS = ("all", "gradients", "none")
 """Communication that runs during computation: all; all but the gathers of updated parameters; nothing."""
@@ -26,6 +26,8 @@ class System:
     overlap             see OVERLAPS
     tensor_seconds      strategy → additional seconds of a step per parameter tensor
     buffer_bytes        strategy → buffers that a rank holds in addition, of any model
+    tile_tokens         MLPs compute in tiles of so many tokens; 0: at once
+    is_expandable       the allocator has expandable segments, so that what is reserved is what is allocated
     """
 
     name: str = ""
@@ -40,6 +42,8 @@ class System:
     loss: str = USUAL
     tensor_seconds: Mapping[str, float] = field(default_factory=dict)
     buffer_bytes: Mapping[str, int] = field(default_factory=dict)
+    tile_tokens: int = 0
+    is_expandable: bool = False
 
     def __post_init__(self) -> None:
         if self.overlap not in OVERLAPS:
@@ -113,6 +117,40 @@ _SYSTEMS = (
         engine="torch",
         strategies=("fsdp", "shard_grad_op"),
         reduces_as_computed=True,
+    ),
+    System(
+        name="torchtitan",
+        title="torchtitan",
+        source="torchtitan's configs: mixed_precision_param bfloat16, mixed_precision_reduce float32; its run_train.sh "
+        "sets expandable_segments",
+        engine="torch",
+        strategies=("fsdp", "shard_grad_op"),
+        accumulate_reduced=True,
+        is_expandable=True,
+    ),
+    System(
+        name="prime-rl",
+        title="prime-rl's SFT trainer",
+        source="prime-rl, trainer/sft: fully_shard with reduce_dtype float32; its loop holds the fp32 logits of a pass "
+        "in a variable (its RL trainer computes the head in chunks: --loss fused)",
+        engine="torch",
+        strategies=("fsdp", "shard_grad_op"),
+        accumulate_reduced=True,
+        loss=KEPT,
+    ),
+    System(
+        name="arctic",
+        strategies=("fsdp",),
+        loss=FUSED,
+        # It takes as many tokens per tile as the model is wide.
+        tile_tokens=4096,
+        is_expandable=True,
+        **{  # type: ignore[arg-type]
+            **_DEEPSPEED,
+            "title": "ArcticTraining",
+            "source": "ArcticTraining, projects/sequence-parallelism: DeepSpeed ZeRO-3, tiled MLP, logits and loss in "
+            "tiles, expandable_segments",
+        },
     ),
     System(
         name="yafsdp",

@@ -37,3 +37,14 @@ def test_an_unknown_system_or_overlap_is_one_line() -> None:
         system_of("deepsped")
     with pytest.raises(InvalidPlan, match="--overlap some: must be one of all, gradients, none"):
         System(overlap="some")
+
+
+def test_expandable_segments_reserve_what_is_allocated() -> None:
+    plan = Plan(strategy="fsdp", precision="bf16", micro_batch=4, engine="torch")
+    spec, cluster = Source("gpt2-124m").spec_for(plan), cluster_of("8xa100-80gb")
+    usual, titan = (
+        cost(spec, plan=plan, cluster=cluster, optimizer="adamw", system=system_of(name)).memory
+        for name in ("torch-fsdp", "torchtitan")
+    )
+    assert titan.reserved_bytes == titan.allocated_bytes == usual.allocated_bytes < usual.reserved_bytes
+    assert usual.device_bytes - titan.device_bytes == usual.reserved_bytes - titan.reserved_bytes

@@ -56,6 +56,11 @@ class MemoryEstimate:
             at_rest_bytes=self.at_rest_bytes + num_bytes,
         )
 
+    def unfragmented(self) -> "MemoryEstimate":
+        """Return the same with expandable segments, which leave no gaps: reserved is what is allocated."""
+        gaps = self.reserved_bytes - self.allocated_bytes
+        return replace(self, reserved_bytes=self.allocated_bytes, device_bytes=self.device_bytes - gaps)
+
 
 def estimate(
     spec: ModelSpec,

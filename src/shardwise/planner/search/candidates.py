@@ -127,6 +127,7 @@ def _memory(
     capacity, added = capacity_bytes(cluster), system.buffer_bytes.get(plan.strategy, 0)
     limit = round(capacity / (1 + engine_model_of(plan).error_band)) - added if capacity is not None else None
     found = cluster_memory(spec, plan=plan, cluster=cluster, optimizer=optimizer, limit_bytes=limit, quick=quick)
+    found = found.unfragmented() if system.is_expandable else found
     return found.plus(added) if added else found
 
 
