@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from shardwise.errors import InvalidPlan, UnknownName
+from shardwise.spec import ModelSpec
 from shardwise.spec.losses import FUSED, KEPT, USUAL
 
 OVERLAPS = ("all", "gradients", "none")
@@ -26,6 +27,7 @@ class System:
     overlap             see OVERLAPS
     tensor_seconds      strategy → additional seconds of a step per parameter tensor
     buffer_bytes        strategy → buffers that a rank holds in addition, of any model
+    copies_gradients    under ddp the buckets that are reduced are a second copy of the gradients
     tile_tokens         MLPs compute in tiles of so many tokens; 0: at once
     is_expandable       the allocator has expandable segments, so that what is reserved is what is allocated
     """
@@ -42,6 +44,7 @@ class System:
     loss: str = USUAL
     tensor_seconds: Mapping[str, float] = field(default_factory=dict)
     buffer_bytes: Mapping[str, int] = field(default_factory=dict)
+    copies_gradients: bool = False
     tile_tokens: int = 0
     is_expandable: bool = False
 
@@ -51,6 +54,13 @@ class System:
 
     def __hash__(self) -> int:
         return hash((self.name, self.overlap))
+
+    def added_bytes(self, spec: ModelSpec, *, strategy: str) -> int:
+        """Return what a rank holds in addition under a strategy."""
+        added = self.buffer_bytes.get(strategy, 0)
+        if self.copies_gradients and strategy == "ddp":
+            added += sum(param.num_bytes for unit in spec.units for param in unit.params if param.trainable)
+        return added
 
 
 OWN = System()
@@ -84,6 +94,16 @@ _SYSTEMS = (
         strategies=("fsdp", "shard_grad_op"),
         reduces_as_computed=True,
         accumulate_reduced=True,
+    ),
+    System(
+        name="torch-ddp",
+        title="PyTorch DDP",
+        source="torch.nn.parallel.DistributedDataParallel: gradient_as_bucket_view = False; without no_sync gradients "
+        "are reduced in every pass",
+        engine="torch",
+        strategies=("ddp",),
+        accumulate_reduced=True,
+        copies_gradients=True,
     ),
     System(name="deepspeed", strategies=("zero2", "ddp", "zero1", "fsdp"), **_DEEPSPEED),  # type: ignore[arg-type]
     System(name="deepspeed-zero2", strategies=("zero2",), **_DEEPSPEED),  # type: ignore[arg-type]

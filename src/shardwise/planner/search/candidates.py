@@ -124,7 +124,7 @@ def cost(
 def _memory(
     spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, quick: bool = False, system: System = OWN
 ) -> MemoryEstimate:
-    capacity, added = capacity_bytes(cluster), system.buffer_bytes.get(plan.strategy, 0)
+    capacity, added = capacity_bytes(cluster), system.added_bytes(spec, strategy=plan.strategy)
     limit = round(capacity / (1 + engine_model_of(plan).error_band)) - added if capacity is not None else None
     found = cluster_memory(spec, plan=plan, cluster=cluster, optimizer=optimizer, limit_bytes=limit, quick=quick)
     found = found.unfragmented() if system.is_expandable else found
