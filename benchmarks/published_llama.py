@@ -164,6 +164,7 @@ def _litgpt(row: dict[str, str]) -> Row:
         optimizer="adamw",
         per_s=None,
         software="2023",
+        system="torch",
         peak_bytes=float(row["value"]) * 1e9,
     )
 
@@ -230,5 +231,6 @@ def torchtune(path: Path) -> Iterator[Row | LeftOut]:
             peak_bytes=float(values["peak_active"]) * 2**30,
             is_compiled=compiled,
             loss=_FLAGS[flag],
+            system="torch",
             software="2024",
         )

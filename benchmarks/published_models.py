@@ -214,9 +214,21 @@ def llama_2_34b() -> Task:
     return _with_usual_loss(token_task(LLAMA_2_34B, seq=4096, device="meta"))
 
 
+class NormInOperations(nn.RMSNorm):
+    """The norm in fp32 and in single operations, of which backward keeps the input in fp32 and the result."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return normed.type_as(x) * self.weight
+
+
 def llama_32_3b() -> Task:
-    """Whole in bf16, as torchtune trains it."""
+    """Whole in bf16, with norms in operations, as torchtune trains it."""
     task = _with_usual_loss(token_task(LLAMA_32_3B, seq=4096, device="meta"))
+    for module in task.model.modules():
+        if type(module) is nn.RMSNorm:
+            module.__class__ = NormInOperations
     task.model.to(torch.bfloat16)
     return task
 

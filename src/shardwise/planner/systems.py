@@ -27,6 +27,7 @@ class System:
     overlap             see OVERLAPS
     tensor_seconds      strategy → additional seconds of a step per parameter tensor
     buffer_bytes        strategy → buffers that a rank holds in addition, of any model
+    is_wrapped          False: an ordinary loop on one device, in which gradients exist from backward to the update
     copies_gradients    under ddp the buckets that are reduced are a second copy of the gradients
     tile_tokens         MLPs compute in tiles of so many tokens; 0: at once
     is_expandable       the allocator has expandable segments, so that what is reserved is what is allocated
@@ -44,6 +45,7 @@ class System:
     loss: str = USUAL
     tensor_seconds: Mapping[str, float] = field(default_factory=dict)
     buffer_bytes: Mapping[str, int] = field(default_factory=dict)
+    is_wrapped: bool = True
     copies_gradients: bool = False
     tile_tokens: int = 0
     is_expandable: bool = False
@@ -54,6 +56,12 @@ class System:
 
     def __hash__(self) -> int:
         return hash((self.name, self.overlap))
+
+    def check_ranks(self, num_ranks: int) -> None:
+        if not self.is_wrapped and num_ranks > 1:
+            raise InvalidPlan(
+                f"--like {self.name}: is for one device, not {num_ranks}; --like torch-ddp is for several"
+            )
 
     def added_bytes(self, spec: ModelSpec, *, strategy: str) -> int:
         """Return what a rank holds in addition under a strategy."""
@@ -94,6 +102,15 @@ _SYSTEMS = (
         strategies=("fsdp", "shard_grad_op"),
         reduces_as_computed=True,
         accumulate_reduced=True,
+    ),
+    System(
+        name="torch",
+        title="PyTorch on one device",
+        source="an ordinary loop: loss.backward(), optimizer.step(), optimizer.zero_grad(), as in torchtune's and "
+        "litgpt's recipes for one device",
+        engine="torch",
+        strategies=("ddp",),
+        is_wrapped=False,
     ),
     System(
         name="torch-ddp",

@@ -74,6 +74,7 @@ def estimate(
     communicator_bytes: int | None = None,
     limit_bytes: int | None = None,
     made_on_device: bool = False,
+    is_wrapped: bool = True,
     quick: bool = False,
 ) -> MemoryEstimate:
     """Return the memory of a step of `plan` on one of `num_ranks` ranks, with `batch` samples per rank per pass.
@@ -82,13 +83,14 @@ def estimate(
                      captured steps
     made_on_device   the model was created on the device before it was prepared, not on the meta device or the host;
                      steps reuse the memory that this left reserved
+    is_wrapped       False: an ordinary loop on one device, without DDP (plans of torch's engine under ddp)
     quick            skip the model of the caching allocator: reserved is taken to be allocated
 
     Captured steps share their memory with the ordinary steps before them, which have the peak.
     """
     if batch < 1:
         raise InvalidPlan(f"micro_batch = {batch}: must be a whole number of at least 1")
-    job = job_of(spec, plan=plan, num_ranks=num_ranks, optimizer=optimizer, device=device)
+    job = job_of(spec, plan=plan, num_ranks=num_ranks, optimizer=optimizer, device=device, is_wrapped=is_wrapped)
     peak = job.replayed.peak(batch)
     breakdown = peak.breakdown(batch)
     outside = _outside(job, device=device, context=context_bytes, communicator=communicator_bytes)
@@ -112,9 +114,9 @@ def estimate(
     )
 
 
-def job_of(spec: ModelSpec, *, plan: Plan, num_ranks: int, optimizer: str, device: str) -> Job:
+def job_of(spec: ModelSpec, *, plan: Plan, num_ranks: int, optimizer: str, device: str, is_wrapped: bool = True) -> Job:
     """Return the job of a plan for every batch; plans that differ in nothing but the batch have the same job."""
-    known, key = _jobs(spec, optimizer, device), (_without_batch(plan), num_ranks)
+    known, key = _jobs(spec, optimizer, device), (_without_batch(plan), num_ranks, is_wrapped)
     if key not in known:
         mesh, rule = plan.mesh or Mesh(shard=num_ranks), optimizer_of(optimizer)
         mesh.check_ranks(num_ranks)
@@ -127,6 +129,7 @@ def job_of(spec: ModelSpec, *, plan: Plan, num_ranks: int, optimizer: str, devic
             traces=traces,
             optimizer=rule,
             rules=RULES[device],
+            is_wrapped=is_wrapped,
             known_peaks=_known_peaks(spec, device, engine_model_of(plan).grads_leave_at_once),
         )
     return known[key]
