@@ -223,7 +223,7 @@ def torchtune(path: Path) -> Iterator[Row | LeftOut]:
         recompute = "full" if "checkpointing" in flag else "none"
         yield Row(
             table="Llama 3B, torchtune",
-            model=own_model("llama_32_3b"),
+            model=own_model("llama_32_3b" if compiled else "llama_32_3b_in_operations"),
             cluster="1xa100-80gb",
             plan=Plan(**_NATIVE, recompute=recompute, micro_batch=2, compile="inductor" if compiled else "none"),
             optimizer="adamw",
@@ -232,5 +232,6 @@ def torchtune(path: Path) -> Iterator[Row | LeftOut]:
             is_compiled=compiled,
             loss=_FLAGS[flag],
             system="torch",
+            split_as=("llama_32_3b", None, recompute),
             software="2024",
         )

@@ -224,12 +224,18 @@ class NormInOperations(nn.RMSNorm):
 
 
 def llama_32_3b() -> Task:
-    """Whole in bf16, with norms in operations, as torchtune trains it."""
+    """Whole in bf16, as torchtune trains it."""
     task = _with_usual_loss(token_task(LLAMA_32_3B, seq=4096, device="meta"))
+    task.model.to(torch.bfloat16)
+    return task
+
+
+def llama_32_3b_in_operations() -> Task:
+    """The same with norms in operations, as torchtune has them; a compiler fuses them."""
+    task = llama_32_3b()
     for module in task.model.modules():
         if type(module) is nn.RMSNorm:
             module.__class__ = NormInOperations
-    task.model.to(torch.bfloat16)
     return task
 
 

@@ -46,7 +46,7 @@ class Row:
     loss: str = USUAL
     ran: bool = True
     peak_bytes: float | None = None
-    split_as: tuple[str, int, str] | None = None
+    split_as: tuple[str, int | None, str] | None = None
 
     def __str__(self) -> str:
         seq = f" x {self.seq or self.length}" if self.seq or self.length else ""

@@ -181,7 +181,7 @@ def plan(
             image=image,
             loss=loss,
             chosen=chosen,
-            adaptation=adaptation_of(lora, targets=lora_targets, quantize=quantize),
+            adaptation=adaptation_of(lora, targets=lora_targets, quantize=quantize, precision=precision),
         ),
         plan=asked,
         strategy=chosen.strategy,

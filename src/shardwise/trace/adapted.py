@@ -71,11 +71,11 @@ class Nf4Linear(nn.Module):
 class LoraLinear(nn.Module):
     """A frozen linear layer, and two narrow trained ones whose product is added to it."""
 
-    def __init__(self, base: nn.Module, *, inputs: int, outputs: int, rank: int) -> None:
+    def __init__(self, base: nn.Module, *, inputs: int, outputs: int, rank: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.base_layer = base
-        self.lora_A = nn.Linear(inputs, rank, bias=False, device="meta")
-        self.lora_B = nn.Linear(rank, outputs, bias=False, device="meta")
+        self.lora_A = nn.Linear(inputs, rank, bias=False, device="meta", dtype=dtype)
+        self.lora_B = nn.Linear(rank, outputs, bias=False, device="meta", dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.base_layer(x) + self.lora_B(self.lora_A(x)) * 2.0
@@ -103,7 +103,13 @@ def adapt(model: nn.Module, adaptation: Adaptation, *, name: str) -> None:
         child = path.rpartition(".")[2]
         base: nn.Module = Nf4Linear(linear) if adaptation.quantize else linear
         if not wanted or child in wanted:
-            base = LoraLinear(base, inputs=linear.in_features, outputs=linear.out_features, rank=adaptation.rank)
+            base = LoraLinear(
+                base,
+                inputs=linear.in_features,
+                outputs=linear.out_features,
+                rank=adaptation.rank,
+                dtype=getattr(torch, adaptation.dtype),
+            )
         setattr(parent, child, base)
 
 
