@@ -215,8 +215,6 @@ def source_of(
     adaptation: Adaptation | None = None,
 ) -> "Source":
     """Return the model with the chosen loss; `loss`: as it was given. Only catalogue models have the lean one."""
-    if adaptation is not None and not _limits_of(chosen.engine).has_adapters:
-        raise InvalidPlan("--lora: is planned for Shardwise's own engine alone; leave out --engine torch and --like")
     from shardwise.sources import Source
 
     source = Source(

@@ -12,14 +12,16 @@ class Adaptation:
     """Adapters of `rank` on a frozen base.
 
     targets    names of the linear layers that get them (q_proj, v_proj); none: all of the blocks
-    quantize   how linear layers of the blocks are stored: None (bf16) or nf4
+    quantize   how linear layers of the blocks are stored: None (as the base) or nf4
     dtype      of the adapters: fp32, as PEFT makes them, or that of the base
+    base       dtype of the base
     """
 
     rank: int
     targets: tuple[str, ...] = ()
     quantize: str | None = None
     dtype: str = "float32"
+    base: str = "bfloat16"
 
     def __str__(self) -> str:
         where = ", ".join(self.targets) or "all linear layers"
@@ -31,7 +33,7 @@ def adaptation_of(
 ) -> Adaptation | None:
     """Return what the options --lora, --lora-targets and --quantize ask for; None without --lora.
 
-    With --precision native adapters have the base's dtype: nothing casts them.
+    The base has the dtype that computes. With --precision native adapters have it too: nothing casts them.
     """
     if quantize is not None and quantize not in QUANTIZED:
         raise UnknownName.of("quantisation", quantize, known=QUANTIZED)
@@ -44,4 +46,5 @@ def adaptation_of(
         return None
     names = tuple(name.strip() for name in (targets or "").split(",") if name.strip())
     dtype = "bfloat16" if precision == "native" else "float32"
-    return Adaptation(rank=lora, targets=names, quantize=quantize, dtype=dtype)
+    base = "float16" if precision == "fp16" else "bfloat16"
+    return Adaptation(rank=lora, targets=names, quantize=quantize, dtype=dtype, base=base)

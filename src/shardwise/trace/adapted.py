@@ -1,6 +1,6 @@
 """A model as LoRA or QLoRA trains it, for tracing: a frozen base, and low-rank adapters on linear layers of its blocks.
 
-LoRA      W·x + B·(A·x) · scale, as PEFT computes it, without dropout; the base is in bf16
+LoRA      W·x + B·(A·x) · scale, as PEFT computes it, without dropout; the base is in the dtype that computes
 nf4       each of those W as bitsandbytes' NF4 with double quantisation: half a byte per element and a byte for every
           64, sharded and whole respectively; W is unpacked for each product, in forward and in backward
 """
@@ -97,7 +97,7 @@ def adapt(model: nn.Module, adaptation: Adaptation, *, name: str) -> None:
     for module in model.modules():
         for key, parameter in module._parameters.items():
             if parameter is not None and parameter.dtype == torch.float32:
-                parameter.data = parameter.data.to(torch.bfloat16)
+                parameter.data = parameter.data.to(getattr(torch, adaptation.base))
                 assert module._parameters[key] is parameter
     for path, parent, linear in linears:
         child = path.rpartition(".")[2]

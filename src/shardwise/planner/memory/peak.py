@@ -154,10 +154,12 @@ def _outside(job: Job, *, device: str, context: int | None, communicator: int | 
     """Return the bytes of a process outside the allocator."""
     if device == "cpu":
         return 0
+    process = (DEFAULT_CONTEXT_BYTES if context is None else context) + KERNEL_BYTES
+    if not job.is_wrapped:
+        return process
     each = DEFAULT_COMMUNICATOR_BYTES if communicator is None else communicator
     first = FIRST_COMMUNICATOR_BYTES if communicator != 0 else 0
-    more = (job.num_communicators - 1) * each
-    return (DEFAULT_CONTEXT_BYTES if context is None else context) + KERNEL_BYTES + first + more
+    return process + first + (job.num_communicators - 1) * each
 
 
 def computes_in(spec: ModelSpec, *, plan: Plan) -> str:
