@@ -29,15 +29,13 @@ from typing import Any
 
 from accelerate.commands.estimate import estimate_training_usage
 from memory_predictions import predict_row
-from published import read
-from published_rows import Row as Published
+from published_memory import published
 from torchtitan_estimate import torchtitans
-from validate_time import cluster_for, spec_of
+from validate_time import spec_of
 
 from shardwise.models.catalogue import shape_of
 from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape, LlamaShape
-from shardwise.planner import estimate
 
 Row = dict[str, Any]
 MEASURED = Path(__file__).parent / "results" / "validate_memory_h200.json"
@@ -121,20 +119,12 @@ def errors(rows: Sequence[Row], estimators: dict[str, Callable[[Row], float | No
 
 def published_errors(folder: Path) -> Iterator[Error]:
     """Of published rows with a peak; accelerate's is of the model's bytes in the dtype of each."""
-    for row in (row for row in read(folder)[0] if row.peak_bytes is not None):
-        yield from _published(row)
-
-
-def _published(row: Published) -> Iterator[Error]:
-    assert row.peak_bytes is not None
-    assert row.plan.micro_batch is not None
-    spec, cluster = spec_of(row), cluster_for(row)
-    found = estimate(
-        spec, plan=row.plan, num_ranks=cluster.num_ranks, batch=row.plan.micro_batch, optimizer=row.optimizer
-    )
-    yield Error("ours", found.allocated_bytes / row.peak_bytes - 1)
-    num_bytes = 4 * sum(param.num_elements for unit in spec.units for param in unit.params)
-    yield Error("accelerate", max(estimate_training_usage(num_bytes, "bfloat16").values()) / row.peak_bytes - 1)
+    for one in published(folder):
+        assert one.row.peak_bytes is not None
+        yield Error("ours", one.memory_error)
+        num_bytes = 4 * sum(param.num_elements for unit in spec_of(one.row).units for param in unit.params)
+        dtype = "float32" if one.row.plan.precision == "fp32" else "bfloat16"
+        yield Error("accelerate", max(estimate_training_usage(num_bytes, dtype).values()) / one.row.peak_bytes - 1)
 
 
 def summary(found: Sequence[Error]) -> Iterator[str]:

@@ -24,6 +24,7 @@ from pathlib import Path
 import estimators
 import fit_overhead
 import planner_speed
+import published_memory
 import scaling_curves
 from memory_predictions import TOTALS, compare
 from published import MEASURED, measured, read
@@ -94,13 +95,6 @@ def time(folder: Path) -> str:
 
 def peaks(folder: Path) -> str:
     found, _ = predictions(folder)
-    lines = []
-    for one in found:
-        if one.row.peak_bytes is not None:
-            model = one.row.model.rpartition(":")[2].replace("_", "-")
-            sizes = [f"{size / 1e9:.1f}" for size in (one.row.peak_bytes, one.candidate.memory.allocated_bytes)]
-            what = f"{one.row.table}: {model}, {one.row.plan.micro_batch} samples"
-            lines.append([what, *sizes, f"{one.memory_error:+.1%}"])
     wrong = list(misfits(found))
     ran, not_ran = (sum(one.row.ran == did for one in found) for did in (True, False))
     told = "; ".join(wrong) if wrong else "none is said to be otherwise"
@@ -108,7 +102,7 @@ def peaks(folder: Path) -> str:
     ours = "; ".join(also_wrong) if also_wrong else "all are said to fit"
     return "\n".join(
         [
-            table(("training", "published GB", "predicted GB", "error"), lines),
+            published_memory.report([one for one in found if one.row.peak_bytes is not None]),
             "",
             f"{ran} rows ran and {not_ran} ran out of memory: {told}. The {count} trainings under FSDP, planned with "
             f"our engine instead: {ours}.",
@@ -167,7 +161,7 @@ def compared(folder: Path) -> str:
     published = estimators.published_errors(folder)
     lines = [
         *("Measured on one H200, both engines:", "", *estimators.summary(list(measured))),
-        *("", "Published peaks (LoRA, and one 3B model):", "", *estimators.summary(list(published)), ""),
+        *("", "Published peaks (LoRA and QLoRA, torch's engines):", "", *estimators.summary(list(published)), ""),
     ]
     return "\n".join([*lines, *estimators.table(estimators.chosen_rows())])
 

@@ -122,9 +122,12 @@ def lightning(path: Path) -> Iterator[Row | LeftOut]:
             model=own_model("transformer_1b"),
             cluster="2xa100-40gb",
             plan=Plan(strategy=strategies[row["strategy"]], engine="torch", micro_batch=1),
-            optimizer="adam",
+            # torch.optim.Adam takes the foreach one by default.
+            optimizer="adamw-foreach",
             per_s=2 * float(row["iterations_per_s"] or 1 / float(row["iteration_time_s"])),
             software="2023",
+            system="torch-ddp",
+            peak_bytes=float(row["memory_mb"]) * 2**20,
         )
 
 
@@ -203,7 +206,7 @@ def deepspeed(path: Path) -> Iterator[Row | LeftOut]:
             optimizer="adamw",
             per_s=float(row["value"]),
             software="2023",
-            foreign="deepspeed",
+            system="deepspeed",
         )
 
 

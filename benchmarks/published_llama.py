@@ -9,6 +9,7 @@ from published_rows import LeftOut, Row, cluster_text, csv_rows, own_model
 
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
+from shardwise.spec.losses import CHUNKED, USUAL
 
 _KINDS = {"A100 80GB": "a100-80gb", "H100 80GB": "h100-80gb"}
 _MODELS = {
@@ -24,7 +25,13 @@ _MODELS = {
 # Gb/s of a node, as the rows have it → links.
 _FABRICS = {"400": "roce-4x100", "800": "roce-8x100"}
 _EVERY_SECOND = {"blocks.*[13579]": "full"}
-_TORCHTITAN = Path(__file__).parent / "torchtitan_models.py"
+_TORCHTITAN, _LITGPT = (Path(__file__).parent / f"{name}_models.py" for name in ("torchtitan", "litgpt"))
+_LITGPT_MODELS = {
+    "phi-1.5": "phi_15",
+    "StableLM Alpha 3B": "stablelm_3b",
+    "Llama 2 7B": "llama_2_7b",
+    "Llama 2 13B": "llama_2_13b",
+}
 # How IBM's `selective` is taken, by the model: as few blocks as let it fit.
 _SELECTIVE = {
     "Llama2 13b": {"blocks.*[05]": "full"},
@@ -137,8 +144,6 @@ def adapters(path: Path) -> Iterator[Row | LeftOut]:
 
 def _why_not_litgpt(row: dict[str, str]) -> str:
     reasons = {
-        "quantised weights": "bnb" in row["precision"],
-        "an architecture that neither the catalogue nor published_models.py has": not row["model"].startswith("Llama"),
         "a peak of more than the whole model on each GPU: its FSDP had not sharded it yet, or not all of it": (
             row["gpus"] != "1"
         ),
@@ -148,14 +153,18 @@ def _why_not_litgpt(row: dict[str, str]) -> str:
 
 
 def _litgpt(row: dict[str, str]) -> Row:
+    """Its own models (litgpt_models.py), quantised where the base is."""
+    _, _, quantised = row["precision"].partition("bnb.")
+    name = next(name for start, name in _LITGPT_MODELS.items() if row["model"].startswith(start))
     return Row(
-        table="Llama LoRA, litgpt",
-        model=own_model(f"llama_2_{row['model'].split()[2].lower()}_lora"),
+        table="QLoRA, litgpt" if quantised else "LoRA, litgpt",
+        model=own_model("_".join(filter(None, (name, quantised.replace("-", "_")))), file=_LITGPT),
         cluster="1xa100-40gb",
         plan=Plan(**_NATIVE, micro_batch=int(row["micro_batch"])),
         optimizer="adamw",
         per_s=None,
         software="2023",
+        system="torch",
         peak_bytes=float(row["value"]) * 1e9,
     )
 
@@ -179,11 +188,15 @@ def _automodel(row: dict[str, str]) -> Row:
     )
 
 
-# torchtune's table adds one flag after another; these are the last of the rows that are expressed.
-_FLAGS = ("+ packed", "+ compile", "+ activation checkpointing")
+# torchtune's table adds one flag after another; these are the last of the rows that are expressed, with their loss.
+_FLAGS = {
+    "+ packed": USUAL,
+    "+ compile": USUAL,
+    "+ chunked cross entropy": CHUNKED,
+    "+ activation checkpointing": CHUNKED,
+}
 _NOT_EXPRESSED = {
     "baseline": "not packed: the lengths of its samples vary",
-    "+ chunked": "chunked cross-entropy alone",
     "+ optimizer": "the optimizer steps in backward",
     "+ activation offloading": "the optimizer steps in backward",
     "+ 8-bit": "8-bit AdamW",
@@ -193,7 +206,7 @@ _NOT_EXPRESSED = {
 
 
 def torchtune(path: Path) -> Iterator[Row | LeftOut]:
-    """Llama 3.2 3B whole in bf16 on one A100-80GB. Chunked cross-entropy counts as the usual one."""
+    """Llama 3.2 3B whole in bf16 on one A100-80GB."""
     found: dict[str, dict[str, str]] = {}
     for row in csv_rows(path, source="meta-pytorch/torchtune"):
         flag = row["strategy"].removeprefix("single device: ")
@@ -210,13 +223,15 @@ def torchtune(path: Path) -> Iterator[Row | LeftOut]:
         recompute = "full" if "checkpointing" in flag else "none"
         yield Row(
             table="Llama 3B, torchtune",
-            model=own_model("llama_32_3b"),
+            model=own_model("llama_32_3b" if compiled else "llama_32_3b_in_operations"),
             cluster="1xa100-80gb",
             plan=Plan(**_NATIVE, recompute=recompute, micro_batch=2, compile="inductor" if compiled else "none"),
             optimizer="adamw",
             per_s=float(values["throughput"]) / 4096,
-            # Chunked cross-entropy takes less.
-            peak_bytes=None if compiled else float(values["peak_active"]) * 2**30,
+            peak_bytes=float(values["peak_active"]) * 2**30,
             is_compiled=compiled,
+            loss=_FLAGS[flag],
+            system="torch",
+            split_as=("llama_32_3b", None, recompute),
             software="2024",
         )

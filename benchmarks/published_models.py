@@ -214,6 +214,15 @@ def llama_2_34b() -> Task:
     return _with_usual_loss(token_task(LLAMA_2_34B, seq=4096, device="meta"))
 
 
+class NormInOperations(nn.RMSNorm):
+    """The norm in fp32 and in single operations, of which backward keeps the input in fp32 and the result."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return normed.type_as(x) * self.weight
+
+
 def llama_32_3b() -> Task:
     """Whole in bf16, as torchtune trains it."""
     task = _with_usual_loss(token_task(LLAMA_32_3B, seq=4096, device="meta"))
@@ -221,26 +230,34 @@ def llama_32_3b() -> Task:
     return task
 
 
+def llama_32_3b_in_operations() -> Task:
+    """The same with norms in operations, as torchtune has them; a compiler fuses them."""
+    task = llama_32_3b()
+    for module in task.model.modules():
+        if type(module) is nn.RMSNorm:
+            module.__class__ = NormInOperations
+    return task
+
+
 class Adapted(nn.Module):
     """A frozen linear layer, and the product of two narrow ones added to it."""
 
-    def __init__(self, linear: nn.Linear, *, rank: int, dropout: float) -> None:
+    def __init__(self, linear: nn.Linear, *, rank: int) -> None:
         super().__init__()
         self.linear = linear.requires_grad_(False)
         self.down = nn.Linear(linear.in_features, rank, bias=False, dtype=torch.bfloat16)
         self.up = nn.Linear(rank, linear.out_features, bias=False, dtype=torch.bfloat16)
-        self.dropout = dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        adapted = self.up(self.down(F.dropout(x, self.dropout) if self.dropout else x))
-        out: Tensor = self.linear(x) + adapted * 2.0
+        out: Tensor = self.linear(x) + self.up(self.down(x)) * 2.0
         return out
 
 
-def _lora(
-    shape: LlamaShape, *, length: int, rank: int, adapted: tuple[str, ...], dropout: float = 0.0, lean: bool = False
-) -> Callable[[], Task]:
-    """Whole in bf16, frozen but for the adapters; `lean`: with a loss that writes over the logits."""
+def _lora(shape: LlamaShape, *, length: int, rank: int) -> Callable[[], Task]:
+    """Whole in bf16, frozen but for the adapters of all linear layers in blocks.
+
+    Automodel's kernels for adapters make their dropout on the way, and its loss keeps no second copy of the logits.
+    """
 
     def task() -> Task:
         made = token_task(replace(shape, max_seq=length), seq=length, device="meta")
@@ -249,18 +266,13 @@ def _lora(
         model.to(torch.bfloat16).requires_grad_(False)
         with torch.device("meta"):
             for block in model.blocks:
-                for name in adapted:
+                for name in ("q", "k", "v", "out", "gate", "up", "down"):
                     part = block.attention if name in ("q", "k", "v", "out") else block.feed_forward
-                    setattr(part, name, Adapted(getattr(part, name), rank=rank, dropout=dropout))
-        return made if lean else _with_usual_loss(made)
+                    setattr(part, name, Adapted(getattr(part, name), rank=rank))
+        return made
 
     return task
 
 
-_EVERY = ("q", "k", "v", "out", "gate", "up", "down")
-llama_2_7b_lora, llama_2_13b_lora = (
-    _lora(_llama(f"llama-2-{size}"), length=1304, rank=8, adapted=("q", "v"), dropout=0.05) for size in ("7b", "13b")
-)
-# Automodel's kernels for adapters make their dropout on the way, and its loss keeps no second copy of the logits.
-llama_31_8b_lora = _lora(_llama("llama-3.1-8b"), length=4096, rank=16, adapted=_EVERY, lean=True)
-qwen_25_7b_lora = _lora(QWEN_25_7B, length=4096, rank=16, adapted=_EVERY, lean=True)
+llama_31_8b_lora = _lora(_llama("llama-3.1-8b"), length=4096, rank=16)
+qwen_25_7b_lora = _lora(QWEN_25_7B, length=4096, rank=16)

@@ -7,6 +7,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from shardwise.plan import Plan
+from shardwise.spec.losses import USUAL
 
 MODELS = Path(__file__).parent / "published_models.py"
 
@@ -21,7 +22,8 @@ class Row:
     software       the generation of kernels that its date stands for (hardware/software.toml)
     matmul         what torch.set_float32_matmul_precision was set to
     is_compiled    by torch.compile
-    foreign        it ran on an engine that is neither ours nor torch's
+    system         as which it is predicted (planner/systems.py), where it is not ours or torch's engine as we use it
+    loss           of a language model that is traced with the usual one (spec/losses.py)
     per_s          None where nothing is known of its time
     ran            False: it ran out of memory
     peak_bytes     of memory, allocated, where it is known
@@ -40,10 +42,11 @@ class Row:
     software: str = "current"
     matmul: str = "highest"
     is_compiled: bool = False
-    foreign: str = ""
+    system: str = ""
+    loss: str = USUAL
     ran: bool = True
     peak_bytes: float | None = None
-    split_as: tuple[str, int, str] | None = None
+    split_as: tuple[str, int | None, str] | None = None
 
     def __str__(self) -> str:
         seq = f" x {self.seq or self.length}" if self.seq or self.length else ""

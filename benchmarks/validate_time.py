@@ -26,6 +26,7 @@ from shardwise.planner.search.candidates import Candidate, cost
 from shardwise.planner.systems import system_of
 from shardwise.planner.time.step_time import block_seconds
 from shardwise.spec import ROOT, ModelSpec, TensorSpec
+from shardwise.spec.losses import with_loss
 
 PAIR_DIFFERENCE = 0.05
 
@@ -76,6 +77,7 @@ class Checked:
 def spec_of(row: Row) -> ModelSpec:
     """Return the catalogue's spec; a longer MPT has more positions, which are parameters."""
     spec = source_as_measured(row.model, seq=row.length).spec_for(row.plan)
+    spec = with_loss(spec, loss=row.loss, is_lean=False)
     if row.seq is None:
         return spec
     root = spec.unit(ROOT)
@@ -99,10 +101,10 @@ def check(rows: Sequence[Row]) -> list[Checked]:
     seen: dict[tuple[object, ...], Candidate] = {}
     found = []
     for row in rows:
-        key = (row.model, row.cluster, repr(row.plan), row.seq, row.length, row.software, row.matmul)
+        key = (row.model, row.cluster, repr(row.plan), row.seq, row.length, row.software, row.matmul, row.loss)
         how = {"plan": row.plan, "cluster": cluster_for(row), "optimizer": row.optimizer}
         if key not in seen:
-            seen[key] = cost(spec_of(row), **how, system=system_of(row.foreign))
+            seen[key] = cost(spec_of(row), **how, system=system_of(row.system))
         block = None if row.block_steps is None else block_seconds(spec_of(row), **how, num_steps=row.block_steps)
         found.append(Checked(row=row, candidate=seen[key], step_seconds=block))
     return found

@@ -27,7 +27,7 @@ from shardwise.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
 from shardwise.spec.adaptation import Adaptation
 from shardwise.spec.architecture import Architecture, architecture_of
 from shardwise.spec.kept import keep_spec, kept_spec, spec_key
-from shardwise.spec.losses import LEAN, USUAL, with_usual_loss
+from shardwise.spec.losses import LEAN, USUAL, with_loss
 from shardwise.spec.shipped import ready_spec
 from shardwise.spec.step import COMPILED, FP8_WAYS
 
@@ -51,7 +51,8 @@ class Source:
     adaptation   LoRA or QLoRA instead of training all parameters
     tile      modules that compute in tiles of so many tokens, as in a plan
     fp8       weights that are multiplied in fp8, as in a plan
-    loss      of a catalogue model that reads tokens: lean, which `shardwise train` uses, or usual (spec/losses.py)
+    loss      of a model that reads tokens (spec/losses.py): lean, which `shardwise train` uses, for catalogue models;
+              for others their own, which is the usual one
     """
 
     def __init__(
@@ -85,9 +86,9 @@ class Source:
         # Traces that this spec does not have: compiled units, which then count as uncompiled.
         self._left_out: set[Way] = set()
         self._spec = self._first_spec()
-        self.has_usual_loss = loss == USUAL and self._has_lean_loss()
-        # The spec, and the same with the usual loss.
-        self._usual: tuple[ModelSpec, ModelSpec] | None = None
+        self.loss = loss
+        # The spec, and the same with the loss that is asked for.
+        self._with_loss: tuple[ModelSpec, ModelSpec] | None = None
 
     def spec_for(self, plan: Plan) -> ModelSpec:
         """Return the spec, with the traces that `plan` needs."""
@@ -103,11 +104,9 @@ class Source:
         missing = [(way, how) for way, how in ways if self._spec.trace(computes_in=way, recompute=how) is None]
         if set(missing) - self._left_out:
             self._spec = self._with(missing)
-        if not self.has_usual_loss:
-            return self._spec
-        if self._usual is None or self._usual[0] is not self._spec:
-            self._usual = self._spec, with_usual_loss(self._spec)
-        return self._usual[1]
+        if self._with_loss is None or self._with_loss[0] is not self._spec:
+            self._with_loss = self._spec, with_loss(self._spec, loss=self.loss, is_lean=self.has_lean_loss)
+        return self._with_loss[1]
 
     def _with_changes(self, key: object, *, tile: Mapping[str, int], fp8: frozenset[str]) -> "Source":
         """Return the same model with modules that are tiled or multiply in fp8."""
@@ -117,7 +116,7 @@ class Source:
                 seq=self._seq,
                 image=self._image,
                 kernels=self._kernels,
-                loss=USUAL if self.has_usual_loss else LEAN,
+                loss=self.loss,
                 adaptation=self._adaptation,
                 tile=tile,
                 fp8=fp8,
@@ -130,7 +129,14 @@ class Source:
         """Whether the length of a sample is that of the config, capped, because none was given."""
         return self._seq is None and self.reference.startswith("hf:")
 
-    def _has_lean_loss(self) -> bool:
+    @property
+    def has_other_loss(self) -> bool:
+        """Whether another loss is asked for than the one that the model is traced with."""
+        return self.loss != LEAN and (self.loss != USUAL or self.has_lean_loss)
+
+    @property
+    def has_lean_loss(self) -> bool:
+        """Whether the model is traced with the lean loss."""
         if self._is_given or ":" in self.reference:
             return False
         return isinstance(shape_of(self.reference), GPTShape | LlamaShape)

@@ -48,7 +48,7 @@ OPTIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
         "Plan (what is not given is chosen)": (
             *("--strategy", "--goal", "--budget", "--micro-batch", "--accumulate", "--accumulate-reduced", "--mesh"),
-            *("--precision", "--reduce-dtype", "--recompute", "--compile", "--capture", "--overlap"),
+            *("--precision", "--reduce-dtype", "--recompute", "--tile", "--compile", "--capture", "--overlap"),
         ),
         "Engine, kernels and measured devices": (
             *("--engine", "--like", "--devices", "--here", "--software", "--attention", "--matmul", "--norms"),

@@ -14,6 +14,7 @@ from shardwise.cli.plan_options import (
     parse_count,
     parse_mesh,
     parse_recompute,
+    parse_tile,
     planned_cluster,
     source_of,
     system_settings,
@@ -96,9 +97,16 @@ def plan(
         str | None,
         Option(help="Communication during compute: all (default), gradients (not updated parameters), or none."),
     ] = None,
+    tile: Annotated[
+        list[str] | None,
+        Option(metavar="MODULES=TOKENS", help="Modules that compute in tiles, such as *.mlp=8192; may be repeated."),
+    ] = None,
     loss: Annotated[
         str | None,
-        Option(help="Loss of a catalogue model: lean, or usual (fp32 logits; default with --engine torch and --like)."),
+        Option(
+            help="Loss of a language model: lean, usual (fp32 logits; default with --engine torch and --like), kept "
+            "(the loop holds them), chunked (fp32 by chunk) or fused (head and loss by chunk)."
+        ),
     ] = None,
     here: Annotated[
         bool,
@@ -149,8 +157,8 @@ def plan(
     )
     way, ways = parse_recompute(recompute)
     chosen = system_settings(
-        like, engine=engine, strategy=strategy, precision=precision, reduce_dtype=reduce_dtype,
-        accumulate_reduced=accumulate_reduced, overlap=overlap, loss=loss,
+        like, model=model, engine=engine, strategy=strategy, precision=precision, reduce_dtype=reduce_dtype,
+        accumulate_reduced=accumulate_reduced, overlap=overlap, loss=loss, tile=parse_tile(tile),
     )  # fmt: skip
     asked = Plan(
         micro_batch=micro_batch,
@@ -161,6 +169,7 @@ def plan(
         reduce_dtype=chosen.reduce_dtype,
         recompute=way,
         recompute_overrides=ways,
+        tile=chosen.tile,
         engine=chosen.engine,
         compile=compile_with,
         capture=capture,
@@ -172,7 +181,7 @@ def plan(
             image=image,
             loss=loss,
             chosen=chosen,
-            adaptation=adaptation_of(lora, targets=lora_targets, quantize=quantize),
+            adaptation=adaptation_of(lora, targets=lora_targets, quantize=quantize, precision=precision),
         ),
         plan=asked,
         strategy=chosen.strategy,

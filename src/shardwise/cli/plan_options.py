@@ -1,6 +1,7 @@
 """Parses the options of `shardwise plan`: counts, meshes, recompute, clusters."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -70,6 +71,19 @@ def parse_recompute(text: str) -> tuple[str, dict[str, str]]:
     return default, overrides
 
 
+def parse_tile(texts: list[str] | None) -> dict[str, int] | None:
+    """Parse `*.mlp=8192` into pattern → tokens; None if the option is not given."""
+    if not texts:
+        return None
+    found = {}
+    for text in texts:
+        pattern, equals, tokens = text.partition("=")
+        if not (equals and pattern and tokens.isdecimal() and int(tokens)):
+            raise InvalidPlan(f"--tile {text}: must be MODULES=TOKENS, such as *.mlp=8192")
+        found[pattern] = int(tokens)
+    return found
+
+
 def planned_cluster(
     text: str,
     *,
@@ -126,6 +140,7 @@ class SystemSettings:
     reduce_dtype: str
     accumulate_reduced: bool
     loss: str
+    tile: Mapping[str, int]
 
     @property
     def text(self) -> str:
@@ -134,14 +149,29 @@ class SystemSettings:
         passes = "in every pass" if self.accumulate_reduced else "once per step"
         return (
             f"Like {self.system.name} ({self.system.title}): --engine {self.engine} --strategy {self.strategy} "
-            f"--overlap {self.system.overlap} --loss {self.loss} --reduce-dtype {self.reduce_dtype}, gradients reduced "
-            f"{passes}. Source: {self.system.source}."
+            f"--overlap {self.system.overlap} --loss {self.loss} --reduce-dtype {self.reduce_dtype}{self._memory}, "
+            f"gradients reduced {passes}. Source: {self.system.source}."
         )
+
+    @property
+    def _memory(self) -> str:
+        tiles = "".join(f" --tile {pattern}={tokens}" for pattern, tokens in self.tile.items())
+        return f"{tiles}, expandable segments" if self.system.is_expandable else tiles
+
+
+def _system_tile(system: System, *, model: str) -> dict[str, int]:
+    if not system.tile_tokens:
+        return {}
+    from shardwise.models.transformers_shapes import TRANSFORMERS_SHAPES
+
+    is_ours = ":" not in model and model not in TRANSFORMERS_SHAPES
+    return {"*.feed_forward" if is_ours else "*.mlp": system.tile_tokens}
 
 
 def system_settings(
     like: str,
     *,
+    model: str,
     engine: str | None,
     strategy: str | None,
     precision: str,
@@ -149,6 +179,7 @@ def system_settings(
     accumulate_reduced: bool | None,
     overlap: str | None,
     loss: str | None,
+    tile: Mapping[str, int] | None,
 ) -> SystemSettings:
     """Return the settings of `--like`, or the defaults; what is given wins."""
     system = system_of(like.strip().lower())
@@ -164,7 +195,8 @@ def system_settings(
         strategy=strategy or ",".join(system.strategies) or "all",
         reduce_dtype=reduce_dtype or (precision if as_computed else "fp32"),
         accumulate_reduced=system.accumulate_reduced if accumulate_reduced is None else accumulate_reduced,
-        loss=loss or (LEAN if limits.has_lean_loss and not system.name else USUAL),
+        loss=loss or (system.loss if system.name else LEAN if limits.has_lean_loss else USUAL),
+        tile=_system_tile(system, model=model) if tile is None else tile,
     )
 
 
@@ -182,9 +214,7 @@ def source_of(
     chosen: SystemSettings,
     adaptation: Adaptation | None = None,
 ) -> "Source":
-    """Return the model with the chosen loss; `loss`: as it was given, which only models of the catalogue have."""
-    if adaptation is not None and not _limits_of(chosen.engine).has_adapters:
-        raise InvalidPlan("--lora: is planned for Shardwise's own engine alone; leave out --engine torch and --like")
+    """Return the model with the chosen loss; `loss`: as it was given. Only catalogue models have the lean one."""
     from shardwise.sources import Source
 
     source = Source(
@@ -195,6 +225,8 @@ def source_of(
         adaptation=adaptation,
         while_tracing=lambda name: status_line(f"Tracing {name} …"),
     )
-    if loss == USUAL and not source.has_usual_loss:
-        raise InvalidPlan(f"--loss {loss}: {model} has a loss of its own; this is for catalogue models of tokens")
+    if loss == LEAN and not source.has_lean_loss:
+        raise InvalidPlan(
+            f"--loss {loss}: {model} has a loss of its own; only catalogue models of tokens have this one"
+        )
     return source

@@ -67,14 +67,14 @@ def show(shown: PlanAnswer) -> None:
 
 
 def _heading(shown: PlanAnswer) -> str:
-    first = shown.found[0]
+    first, source = shown.found[0], shown.question.source
     capacity, plan = first.capacity_bytes, first.plan
-    default = " (the default; --seq sets another)" if shown.question.source.has_default_length else ""
+    default = " (the default; --seq sets another)" if source.has_default_length else ""
     seq = f", {first.seq} tokens per sample{default}" if first.seq else ""
     room = f" ({fixed_text(capacity, unit=GIB)} each)" if capacity else ""
-    loss = ", usual loss" if shown.question.source.has_usual_loss else ""
+    loss = f", {source.loss} loss" if source.has_other_loss else ""
     return (
-        f"{shown.question.source.reference} on {first.cluster}{room}: {plan.precision}, recompute "
+        f"{source.reference} on {first.cluster}{room}: {plan.precision}, recompute "
         f"{plan.recompute}{seq}, engine {plan.engine}{loss}"
     )
 

@@ -96,7 +96,6 @@ class EngineLimits:
     calls             functions of the package, and arguments of functions, that it does not have
     untold            categories of memory whose buffers the engine does not report
     has_lean_loss     the planner takes models of the catalogue with the lean loss (models/lean_loss.py)
-    has_adapters      the planner knows adapters on a frozen base
     """
 
     name: str
@@ -107,7 +106,6 @@ class EngineLimits:
     calls: tuple[CallLimit, ...] = ()
     untold: frozenset[str] = frozenset()
     has_lean_loss: bool = True
-    has_adapters: bool = True
 
     def why_not(self, plan: PlanSettings, *, placements: Placements | None = None) -> Refusal | None:
         """Return why it cannot run a plan; None if it can.
@@ -318,7 +316,6 @@ LIMITS: Mapping[str, EngineLimits] = MappingProxyType(
             calls=_TORCH_CALLS,
             untold=frozenset({GATHERED, REDUCE}),
             has_lean_loss=False,
-            has_adapters=False,
         ),
     }
 )

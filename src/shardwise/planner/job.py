@@ -14,6 +14,7 @@ from shardwise.planner.fold import Short, cut
 from shardwise.planner.memory.allocations import Ledger
 from shardwise.planner.memory.constants import MemoryRules
 from shardwise.planner.memory.events import memory_rows, saved_by_units
+from shardwise.planner.memory.executors.ddp_memory import PlainMemory
 from shardwise.planner.memory.executors.setting import MemoryExecutor, MemorySetting
 from shardwise.planner.memory.replay import MemoryRow, Replayed, replay
 from shardwise.planner.memory.states import OptimizerRule, StateSetting, UnitStates
@@ -53,6 +54,8 @@ class Job:
     rules: MemoryRules
     # (computes in, recompute) → what units that multiply in fp8 allocate.
     fp8_traces: Mapping[tuple[str, str], StepTrace] = field(default_factory=dict)
+    # Whether an engine runs it, or an ordinary loop on one device.
+    is_wrapped: bool = True
     # By the id of the stream; shared by the jobs of a model.
     known_peaks: dict[int, StreamPeak] = field(default_factory=dict)
     _cuts: "dict[int, Job]" = field(default_factory=dict)
@@ -223,7 +226,7 @@ class Job:
             num_slices=self.num_slices,
             owned=self.matrices.owned_bytes(0),
         )
-        return self.engine.memory(self.program, setting)
+        return (self.engine.memory if self.is_wrapped else PlainMemory)(self.program, setting)
 
     @property
     def in_order(self) -> bool:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from shardwise.errors import InvalidPlan, UnknownName
-from shardwise.spec.losses import USUAL
+from shardwise.spec import ModelSpec
+from shardwise.spec.losses import FUSED, KEPT, USUAL
 
 OVERLAPS = ("all", "gradients", "none")
 """Communication that runs during computation: all; all but the gathers of updated parameters; nothing."""
@@ -26,6 +27,10 @@ class System:
     overlap             see OVERLAPS
     tensor_seconds      strategy → additional seconds of a step per parameter tensor
     buffer_bytes        strategy → buffers that a rank holds in addition, of any model
+    is_wrapped          False: an ordinary loop on one device, in which gradients exist from backward to the update
+    copies_gradients    under ddp the buckets that are reduced are a second copy of the gradients
+    tile_tokens         MLPs compute in tiles of so many tokens; 0: at once
+    is_expandable       the allocator has expandable segments, so that what is reserved is what is allocated
     """
 
     name: str = ""
@@ -40,6 +45,10 @@ class System:
     loss: str = USUAL
     tensor_seconds: Mapping[str, float] = field(default_factory=dict)
     buffer_bytes: Mapping[str, int] = field(default_factory=dict)
+    is_wrapped: bool = True
+    copies_gradients: bool = False
+    tile_tokens: int = 0
+    is_expandable: bool = False
 
     def __post_init__(self) -> None:
         if self.overlap not in OVERLAPS:
@@ -47,6 +56,19 @@ class System:
 
     def __hash__(self) -> int:
         return hash((self.name, self.overlap))
+
+    def check_ranks(self, num_ranks: int) -> None:
+        if not self.is_wrapped and num_ranks > 1:
+            raise InvalidPlan(
+                f"--like {self.name}: is for one device, not {num_ranks}; --like torch-ddp is for several"
+            )
+
+    def added_bytes(self, spec: ModelSpec, *, strategy: str) -> int:
+        """Return what a rank holds in addition under a strategy."""
+        added = self.buffer_bytes.get(strategy, 0)
+        if self.copies_gradients and strategy == "ddp":
+            added += sum(param.num_bytes for unit in spec.units for param in unit.params if param.trainable)
+        return added
 
 
 OWN = System()
@@ -81,6 +103,25 @@ _SYSTEMS = (
         reduces_as_computed=True,
         accumulate_reduced=True,
     ),
+    System(
+        name="torch",
+        title="PyTorch on one device",
+        source="an ordinary loop: loss.backward(), optimizer.step(), optimizer.zero_grad(), as in torchtune's and "
+        "litgpt's recipes for one device",
+        engine="torch",
+        strategies=("ddp",),
+        is_wrapped=False,
+    ),
+    System(
+        name="torch-ddp",
+        title="PyTorch DDP",
+        source="torch.nn.parallel.DistributedDataParallel: gradient_as_bucket_view = False; without no_sync gradients "
+        "are reduced in every pass",
+        engine="torch",
+        strategies=("ddp",),
+        accumulate_reduced=True,
+        copies_gradients=True,
+    ),
     System(name="deepspeed", strategies=("zero2", "ddp", "zero1", "fsdp"), **_DEEPSPEED),  # type: ignore[arg-type]
     System(name="deepspeed-zero2", strategies=("zero2",), **_DEEPSPEED),  # type: ignore[arg-type]
     System(name="deepspeed-zero3", strategies=("fsdp",), **_DEEPSPEED),  # type: ignore[arg-type]
@@ -113,6 +154,40 @@ _SYSTEMS = (
         engine="torch",
         strategies=("fsdp", "shard_grad_op"),
         reduces_as_computed=True,
+    ),
+    System(
+        name="torchtitan",
+        title="torchtitan",
+        source="torchtitan's configs: mixed_precision_param bfloat16, mixed_precision_reduce float32; its run_train.sh "
+        "sets expandable_segments",
+        engine="torch",
+        strategies=("fsdp", "shard_grad_op"),
+        accumulate_reduced=True,
+        is_expandable=True,
+    ),
+    System(
+        name="prime-rl",
+        title="prime-rl's SFT trainer",
+        source="prime-rl, trainer/sft: fully_shard with reduce_dtype float32; its loop holds the fp32 logits of a pass "
+        "in a variable (its RL trainer computes the head in chunks: --loss fused)",
+        engine="torch",
+        strategies=("fsdp", "shard_grad_op"),
+        accumulate_reduced=True,
+        loss=KEPT,
+    ),
+    System(
+        name="arctic",
+        strategies=("fsdp",),
+        loss=FUSED,
+        # It takes as many tokens per tile as the model is wide.
+        tile_tokens=4096,
+        is_expandable=True,
+        **{  # type: ignore[arg-type]
+            **_DEEPSPEED,
+            "title": "ArcticTraining",
+            "source": "ArcticTraining, projects/sequence-parallelism: DeepSpeed ZeRO-3, tiled MLP, logits and loss in "
+            "tiles, expandable_segments",
+        },
     ),
     System(
         name="yafsdp",

@@ -12,20 +12,29 @@ class Adaptation:
     """Adapters of `rank` on a frozen base.
 
     targets    names of the linear layers that get them (q_proj, v_proj); none: all of the blocks
-    quantize   how linear layers of the blocks are stored: None (bf16) or nf4
+    quantize   how linear layers of the blocks are stored: None (as the base) or nf4
+    dtype      of the adapters: fp32, as PEFT makes them, or that of the base
+    base       dtype of the base
     """
 
     rank: int
     targets: tuple[str, ...] = ()
     quantize: str | None = None
+    dtype: str = "float32"
+    base: str = "bfloat16"
 
     def __str__(self) -> str:
         where = ", ".join(self.targets) or "all linear layers"
         return f"{'QLoRA (nf4)' if self.quantize else 'LoRA'} rank {self.rank} on {where}"
 
 
-def adaptation_of(lora: int | None, *, targets: str | None, quantize: str | None) -> Adaptation | None:
-    """Return what the options --lora, --lora-targets and --quantize ask for; None without --lora."""
+def adaptation_of(
+    lora: int | None, *, targets: str | None, quantize: str | None, precision: str = "bf16"
+) -> Adaptation | None:
+    """Return what the options --lora, --lora-targets and --quantize ask for; None without --lora.
+
+    The base has the dtype that computes. With --precision native adapters have it too: nothing casts them.
+    """
     if quantize is not None and quantize not in QUANTIZED:
         raise UnknownName.of("quantisation", quantize, known=QUANTIZED)
     if lora is None:
@@ -36,4 +45,6 @@ def adaptation_of(lora: int | None, *, targets: str | None, quantize: str | None
                 )
         return None
     names = tuple(name.strip() for name in (targets or "").split(",") if name.strip())
-    return Adaptation(rank=lora, targets=names, quantize=quantize)
+    dtype = "bfloat16" if precision == "native" else "float32"
+    base = "float16" if precision == "fp16" else "bfloat16"
+    return Adaptation(rank=lora, targets=names, quantize=quantize, dtype=dtype, base=base)

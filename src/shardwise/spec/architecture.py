@@ -44,7 +44,7 @@ _DEFAULT_SEQ = 2048
 _IGNORED = (
     *("_name_or_path", "architectures", "model_type", "transformers_version", "dtype", "torch_dtype", "use_cache"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "rms_norm_eps", "norm_eps", "rope_theta"),
-    *("max_position_embeddings", "max_window_layers", "pretraining_tp"),
+    *("max_position_embeddings", "original_max_position_embeddings", "max_window_layers", "pretraining_tp"),
 )
 _ROTARY = (None, "default", "linear", "llama3", "yarn")
 _TERM = re.compile(r"([+-]?\d+)(?:/(\d+))?([a-z]*)")
@@ -121,7 +121,9 @@ def _sizes_of(config: Mapping[str, Any], *, laws: Mapping[str, Any]) -> dict[str
     """Return the sizes of a config for which laws hold, or None."""
     fixed = laws["fixed"]
     rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if (rotary.get("rope_type") or rotary.get("type")) not in _ROTARY:
+    if (rotary.get("rope_type") or rotary.get("type")) not in _ROTARY or rotary.get(
+        "partial_rotary_factor", 1.0
+    ) != 1.0:
         return None
     if (config.get("dtype") or config.get("torch_dtype")) != "bfloat16":
         return None
@@ -131,9 +133,11 @@ def _sizes_of(config: Mapping[str, Any], *, laws: Mapping[str, Any]) -> dict[str
     given = {letter: config.get(key) for letter, key in SIZES.items()}
     if given["d"] is None and laws["has_default_head_dim"]:
         given["d"] = (given["h"] or 0) // (given["a"] or 1)
+    given["g"] = given["g"] or given["a"]
     sizes = {letter: size for letter, size in given.items() if isinstance(size, int) and size > 0}
-    is_grouped = len(sizes) == len(SIZES) and sizes["a"] > sizes["g"] and sizes["a"] % sizes["g"] == 0
-    return sizes if is_grouped and sizes["l"] >= FEWEST_BLOCKS and sizes["d"] in laws["head_dims"] else None
+    if len(sizes) < len(SIZES) or sizes["a"] % sizes["g"] or (sizes["a"] > sizes["g"]) is not laws["is_grouped"]:
+        return None
+    return sizes if sizes["l"] >= FEWEST_BLOCKS and sizes["d"] in laws["head_dims"] else None
 
 
 def _filled(data: Any, sizes: Mapping[str, int]) -> Any:

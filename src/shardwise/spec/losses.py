@@ -1,28 +1,105 @@
-"""The loss of a language model's trace, replaced by the usual one.
+"""The loss of a language model's trace, replaced by another one.
 
-Catalogue models are traced with the lean loss, which overwrites the logits (models/lean_loss.py). Most PyTorch users
-have `F.cross_entropy(logits.float(), targets)`: the logits in fp32, their log-softmax, and the gradients of both. Its
-rows follow from the sizes of the logits and the targets, so that no second trace is needed.
+lean      overwrites the logits with their gradient, chunk by chunk (models/lean_loss.py), as catalogue models do
+usual     `F.cross_entropy(logits.float(), targets)`: the logits in fp32, their log-softmax, and the gradients of both
+kept      the same in a loop that holds the fp32 logits in a variable until backward ends
+chunked   the logits and their gradient in the dtype that computes; only a chunk is in fp32 (torchtune, litgpt)
+fused     the head and the loss are computed chunk by chunk, so that the logits never exist as a whole (Liger, Arctic)
+
+The rows of each follow from the sizes of the logits and the targets, so that no second trace is needed. Their time is
+that of the usual loss: the same bytes are read and written, and the head's products are the same.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from shardwise.errors import InvalidModel
 from shardwise.spec.law import Law
 from shardwise.spec.model import ROOT, ModelSpec
 from shardwise.spec.step import AFTER_FORWARD, BEFORE_BACKWARD, Act, Op, StepRow, StepTrace, StorageEvent, Stream, What
 
-LEAN, USUAL = "lean", "usual"
-LOSSES = (LEAN, USUAL)
+LEAN, USUAL, KEPT, CHUNKED, FUSED = "lean", "usual", "kept", "chunked", "fused"
+LOSSES = (LEAN, USUAL, KEPT, CHUNKED, FUSED)
+
+# torchtune's default. Liger has as many as the vocabulary is wider than the model, Arctic so many that one has a GiB.
+_NUM_CHUNKS = {CHUNKED: 8, FUSED: 32}
 
 _SCALAR = Law((4, 0, 0, 0, 0, 0))
 _TWO_SCALARS = Law((8, 0, 0, 0, 0, 0))
 _NOTHING = Law((0, 0, 0, 0, 0, 0))
 
 
-def with_usual_loss(spec: ModelSpec) -> ModelSpec:
-    """Return the spec of a model that was traced with the lean loss, with the usual one."""
-    return replace(spec, traces=tuple(map(_with_usual_loss, spec.traces)))
+def with_loss(spec: ModelSpec, *, loss: str, is_lean: bool) -> ModelSpec:
+    """Return the spec with another loss; `is_lean`: it was traced with the lean one, not the usual one."""
+    if loss == LEAN:
+        return spec
+    usual = tuple(map(_with_usual_loss, spec.traces)) if is_lean else spec.traces
+    if loss == USUAL:
+        return replace(spec, traces=usual)
+    return replace(spec, traces=tuple(_changed(trace, loss=loss, name=spec.name) for trace in usual))
+
+
+def _changed(trace: StepTrace, *, loss: str, name: str) -> StepTrace:
+    """Return a trace of the usual loss with another one."""
+    row = _row(trace, AFTER_FORWARD)
+    logits = max((event.num_bytes for event in row.stream.events if _is_left(event)), key=_size, default=_NOTHING)
+    wide = logits if trace.computes_in == "fp32" else _times(logits, 2)
+    copies = [event for event in row.stream.events if event.act is Act.BORN and event.num_bytes == wide]
+    if not copies or not _size(logits):
+        raise InvalidModel(f"--loss {loss}: {name} does not end in a cross-entropy of logits, whose memory is known")
+    if loss == KEPT:
+        events = _with_kept_logits(row, logits=logits, copy=copies[0])
+        return _replaced(trace, {id(row): replace(row, stream=replace(row.stream, events=events))})
+    grad = next(event for event in reversed(row.stream.events) if event.act is Act.BORN and event.num_bytes == logits)
+    chunk = _share(wide, _NUM_CHUNKS[loss])
+    events = tuple(_chunked_events(row, logits=logits, wide=wide, grad=grad, chunk=chunk))
+    changed = _replaced(trace, {id(row): replace(row, stream=replace(row.stream, events=events))})
+    return changed if loss == CHUNKED else _without_logits(changed, logits=logits)
+
+
+def _is_left(event: StorageEvent) -> bool:
+    return event.act is Act.DIED and event.ordinal is None
+
+
+def _with_kept_logits(row: StepRow, *, logits: Law, copy: StorageEvent) -> tuple[StorageEvent, ...]:
+    """Return the events with the logits, in fp32, released at the end: nothing later in the step exceeds the loss."""
+    is_cast = copy.num_bytes != logits
+    kept = [
+        event
+        for event in row.stream.events
+        if event.act is Act.DIED and (event.ordinal == copy.ordinal if is_cast else _frees(event, logits))
+    ][:1]
+    return (*(event for event in row.stream.events if event not in kept), *kept)
+
+
+def _chunked_events(row: StepRow, *, logits: Law, wide: Law, grad: StorageEvent, chunk: Law) -> Iterator[StorageEvent]:
+    """Yield the gradient first, into which chunks are written; of a chunk there are three tensors in fp32."""
+    yield grad
+    numbers = [event.ordinal for event in row.stream.events if event.act is Act.BORN and event.num_bytes == wide][:3]
+    chunks = [replace(grad, num_bytes=chunk, ordinal=number) for number in numbers if number != grad.ordinal]
+    yield from chunks
+    yield from (replace(event, act=Act.DIED) for event in chunks)
+    for event in row.stream.events:
+        if event.num_bytes not in (logits, wide) or _frees(event, logits):
+            yield event
+
+
+def _without_logits(trace: StepTrace, *, logits: Law) -> StepTrace:
+    """Return the trace with a chunk of the logits, and of their gradient, instead of all of them."""
+    chunk = _share(logits, _NUM_CHUNKS[FUSED])
+    changed = {}
+    for row in trace.rows:
+        events = tuple(
+            replace(event, num_bytes=chunk) if event.num_bytes == logits and event.what is What.ACTIVATION else event
+            for event in row.stream.events
+        )
+        if events != row.stream.events:
+            changed[id(row)] = replace(row, stream=replace(row.stream, events=events))
+    return _replaced(trace, changed)
+
+
+def _replaced(trace: StepTrace, rows: Mapping[int, StepRow]) -> StepTrace:
+    return replace(trace, rows=tuple(rows.get(id(row), row) for row in trace.rows))
 
 
 def _with_usual_loss(trace: StepTrace) -> StepTrace:
@@ -40,7 +117,7 @@ def _with_usual_loss(trace: StepTrace) -> StepTrace:
         id(lean): replace(lean, stream=Stream(events=events, ops=ops)),
         id(after): replace(after, stream=replace(after.stream, events=tuple(later))),
     }
-    return replace(trace, rows=tuple(changed.get(id(row), row) for row in trace.rows))
+    return _replaced(trace, changed)
 
 
 def _row(trace: StepTrace, trigger: str) -> StepRow:
@@ -114,6 +191,15 @@ def _usual_ops(lean: StepRow, *, logits: Law, is_cast: bool) -> Iterator[Op]:
 
 def _op(name: str, num_bytes: Law) -> Op:
     return Op(name=name, num_flops=_NOTHING, num_bytes=num_bytes)
+
+
+def _size(law: Law) -> int:
+    return law.at(batch=1, seq=1)
+
+
+def _share(law: Law, count: int) -> Law:
+    c0, c1, c2, b0, b1, b2 = law.terms
+    return Law((-(-c0 // count), -(-c1 // count), -(-c2 // count), -(-b0 // count), -(-b1 // count), -(-b2 // count)))
 
 
 def _times(law: Law, factor: int) -> Law:

@@ -1,6 +1,6 @@
 """A model as LoRA or QLoRA trains it, for tracing: a frozen base, and low-rank adapters on linear layers of its blocks.
 
-LoRA      W·x + B·(A·x) · scale, as PEFT computes it, without dropout; the base is in bf16
+LoRA      W·x + B·(A·x) · scale, as PEFT computes it, without dropout; the base is in the dtype that computes
 nf4       each of those W as bitsandbytes' NF4 with double quantisation: half a byte per element and a byte for every
           64, sharded and whole respectively; W is unpacked for each product, in forward and in backward
 """
@@ -71,11 +71,11 @@ class Nf4Linear(nn.Module):
 class LoraLinear(nn.Module):
     """A frozen linear layer, and two narrow trained ones whose product is added to it."""
 
-    def __init__(self, base: nn.Module, *, inputs: int, outputs: int, rank: int) -> None:
+    def __init__(self, base: nn.Module, *, inputs: int, outputs: int, rank: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.base_layer = base
-        self.lora_A = nn.Linear(inputs, rank, bias=False, device="meta")
-        self.lora_B = nn.Linear(rank, outputs, bias=False, device="meta")
+        self.lora_A = nn.Linear(inputs, rank, bias=False, device="meta", dtype=dtype)
+        self.lora_B = nn.Linear(rank, outputs, bias=False, device="meta", dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.base_layer(x) + self.lora_B(self.lora_A(x)) * 2.0
@@ -97,13 +97,19 @@ def adapt(model: nn.Module, adaptation: Adaptation, *, name: str) -> None:
     for module in model.modules():
         for key, parameter in module._parameters.items():
             if parameter is not None and parameter.dtype == torch.float32:
-                parameter.data = parameter.data.to(torch.bfloat16)
+                parameter.data = parameter.data.to(getattr(torch, adaptation.base))
                 assert module._parameters[key] is parameter
     for path, parent, linear in linears:
         child = path.rpartition(".")[2]
         base: nn.Module = Nf4Linear(linear) if adaptation.quantize else linear
         if not wanted or child in wanted:
-            base = LoraLinear(base, inputs=linear.in_features, outputs=linear.out_features, rank=adaptation.rank)
+            base = LoraLinear(
+                base,
+                inputs=linear.in_features,
+                outputs=linear.out_features,
+                rank=adaptation.rank,
+                dtype=getattr(torch, adaptation.dtype),
+            )
         setattr(parent, child, base)
 
 

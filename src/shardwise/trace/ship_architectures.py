@@ -49,30 +49,51 @@ _MOST_TERMS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """`fixed`: key of the config → the values with which it holds; traced with the first."""
+    """`fixed`: key of the config → the values with which it holds; traced with the first.
+
+    is_grouped    several heads share keys and values; if not, nothing repeats them, and operations differ
+    """
 
     model_type: str
     fixed: Mapping[str, Sequence[Any]]
     has_default_head_dim: bool = False
+    is_grouped: bool = True
+
+    @property
+    def samples(self) -> tuple[dict[str, int], ...]:
+        return SAMPLES if self.is_grouped else tuple({**sizes, "g": sizes["a"]} for sizes in SAMPLES)
 
 
 _COMMON: dict[str, Sequence[Any]] = {"hidden_act": ["silu"], "attention_dropout": [0.0]}
 _LLAMA = {**_COMMON, "attention_bias": [False], "mlp_bias": [False]}
 _QWEN = {**_COMMON, "use_sliding_window": [False], "sliding_window": [None, 4096, 32768, 131072], "layer_types": [None]}
+_PHI = {**_COMMON, "attention_bias": [False], "resid_pdrop": [0.0], "embd_pdrop": [0.0], "sliding_window": [None]}
 _KINDS: dict[str, tuple[dict[str, Sequence[Any]], bool]] = {
     "llama": (_LLAMA, True),
     "qwen2": (_QWEN, True),
     "qwen3": ({**_QWEN, "attention_bias": [False]}, False),
     "mistral": ({**_COMMON, "sliding_window": [None]}, True),
+    "olmo2": ({**_COMMON, "attention_bias": [False]}, True),
+    "phi3": ({**_PHI, "partial_rotary_factor": [1.0]}, True),
 }
-VARIANTS = {
-    f"{kind}-{'tied' if tied else 'untied'}": Variant(
-        model_type=kind, fixed={**fixed, "tie_word_embeddings": [tied]}, has_default_head_dim=has_default
+_NAMES = (
+    *("llama-untied", "llama-tied", "llama-untied-ungrouped", "qwen2-untied", "qwen2-tied", "qwen2-untied-ungrouped"),
+    *("qwen3-untied", "qwen3-tied", "mistral-untied", "olmo2-untied", "olmo2-untied-ungrouped", "phi3-untied"),
+)
+
+
+def _variant(name: str) -> Variant:
+    kind, tied, *others = name.split("-")
+    fixed, has_default = _KINDS[kind]
+    return Variant(
+        model_type=kind,
+        fixed={**fixed, "tie_word_embeddings": [tied == "tied"]},
+        has_default_head_dim=has_default,
+        is_grouped="ungrouped" not in others,
     )
-    for kind, (fixed, has_default) in _KINDS.items()
-    for tied in (False, True)
-    if not (kind == "mistral" and tied)
-}
+
+
+VARIANTS = {name: _variant(name) for name in _NAMES}
 
 
 def make_laws(variant: Variant) -> dict[str, Any]:
@@ -81,8 +102,9 @@ def make_laws(variant: Variant) -> dict[str, Any]:
         "transformers": short_version(version("transformers")),
         "fixed": dict(variant.fixed),
         "has_default_head_dim": variant.has_default_head_dim,
+        "is_grouped": variant.is_grouped,
         "head_dims": [64, 128],
-        "spec": _Fitted().encoded([traced(variant, sizes) for sizes in SAMPLES]),
+        "spec": _Fitted().encoded([traced(variant, sizes) for sizes in variant.samples]),
     }
 
 

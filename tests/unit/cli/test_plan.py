@@ -362,8 +362,20 @@ def test_torchs_engine_has_the_usual_loss(capfd: pytest.CaptureFixture[str]) -> 
 
     assert peak("--engine", "torch") > peak("--engine", "torch", "--loss", "lean") + 4096 * 128256 * 4
     assert peak("--loss", "usual") > peak()
-    for model, loss, message in (("resnet18", "usual", "has a loss of its own"), ("gpt-tiny", "less", "unknown loss")):
+    for model, loss, message in (("resnet18", "lean", "has a loss of its own"), ("gpt-tiny", "less", "unknown loss")):
         assert run(model, "--cluster", "8xh100-80gb", "--loss", loss) == 2
+        assert message in capfd.readouterr().err
+
+
+def test_tiled_modules_need_less_memory(capfd: pytest.CaptureFixture[str]) -> None:
+    options = ("llama-tiny", "--cluster", "8xh100-80gb", "--strategy", "fsdp", "--micro-batch", "8", "--seq", "256")
+    whole, tiled = (
+        as_json(capfd, *options, *more)["candidates"][0]["breakdown_bytes"]["activations"]
+        for more in ((), ("--tile", "*.feed_forward=32"))
+    )
+    assert tiled < whole
+    for tile, message in (("*.mlp", "must be MODULES=TOKENS"), ("*.mlp=32", "matches no module")):
+        assert run(*options, "--tile", tile) == 2
         assert message in capfd.readouterr().err
 
 

@@ -34,7 +34,7 @@ def test_about_half_of_all_trainings_are_held_out(rows: ModuleType) -> None:
 def test_what_was_measured_and_what_is_assumed_do_not_move_a_row(rows: ModuleType) -> None:
     for size in range(1, 20):
         row = _row(rows, micro_batch=size)
-        other = replace(row, per_s=2.0, cluster="2x8xa100@roce-8x100", software="2023", foreign="x")  # type: ignore[type-var]
+        other = replace(row, per_s=2.0, cluster="2x8xa100@roce-8x100", software="2023", system="x")  # type: ignore[type-var]
         assert row.is_held_out == other.is_held_out  # type: ignore[attr-defined]
 
 

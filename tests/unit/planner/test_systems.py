@@ -37,3 +37,36 @@ def test_an_unknown_system_or_overlap_is_one_line() -> None:
         system_of("deepsped")
     with pytest.raises(InvalidPlan, match="--overlap some: must be one of all, gradients, none"):
         System(overlap="some")
+
+
+def test_expandable_segments_reserve_what_is_allocated() -> None:
+    plan = Plan(strategy="fsdp", precision="bf16", micro_batch=4, engine="torch")
+    spec, cluster = Source("gpt2-124m").spec_for(plan), cluster_of("8xa100-80gb")
+    usual, titan = (
+        cost(spec, plan=plan, cluster=cluster, optimizer="adamw", system=system_of(name)).memory
+        for name in ("torch-fsdp", "torchtitan")
+    )
+    assert titan.reserved_bytes == titan.allocated_bytes == usual.allocated_bytes < usual.reserved_bytes
+    assert usual.device_bytes - titan.device_bytes == usual.reserved_bytes - titan.reserved_bytes
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("batch", "recompute"), [(1, "full"), (32, "none")])
+def test_without_ddp_gradients_exist_from_backward_to_the_update(batch: int, recompute: str, accumulate: int) -> None:
+    plan = Plan(
+        strategy="ddp", precision="fp32", micro_batch=batch, engine="torch", recompute=recompute, accumulate=accumulate
+    )
+    spec, cluster = Source("gpt2-124m").spec_for(plan), cluster_of("1xa100-80gb")
+    wrapped, plain = (
+        cost(spec, plan=plan, cluster=cluster, optimizer="adamw", system=system, quick=True).memory
+        for system in (OWN, system_of("torch"))
+    )
+    grads = 4 * sum(param.num_elements for unit in spec.units for param in unit.params)
+    if accumulate == 2 or batch == 32:
+        # Of two passes DDP has the first one's gradients, and buckets; of one pass buckets before there are gradients.
+        assert wrapped.allocated_bytes - plain.allocated_bytes == pytest.approx(grads, rel=1e-3)
+    else:
+        # With one sample the peak is at the end of backward, when all gradients are there.
+        assert 4 * grads < plain.allocated_bytes <= wrapped.allocated_bytes
+    with pytest.raises(InvalidPlan, match="--like torch: is for one device, not 8; --like torch-ddp"):
+        cost(spec, plan=plan, cluster=cluster_of("8xa100-80gb"), optimizer="adamw", system=system_of("torch"))

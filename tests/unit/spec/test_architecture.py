@@ -31,9 +31,11 @@ SEQ = 1536
 
 
 def config_of(name: str, **others: Any) -> dict[str, Any]:
-    kind, _, tied = name.partition("-")
-    named = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama", "mistral": "Mistral"}[kind]
-    own = {"sliding_window": None} if kind == "mistral" else {}
+    kind, tied, *heads = name.split("-")
+    named = {"olmo2": "Olmo2", "phi3": "Phi3"}.get(kind, kind.capitalize())
+    own: dict[str, Any] = {"sliding_window": None} if kind in ("mistral", "phi3") else {}
+    if heads == ["ungrouped"]:
+        own["num_key_value_heads"] = SIZES["num_attention_heads"]
     about = {"model_type": kind, "architectures": [f"{named}ForCausalLM"], "tie_word_embeddings": tied == "tied"}
     return {**about, "dtype": "bfloat16", "max_position_embeddings": 4096, **SIZES, **own, **others}
 
@@ -102,6 +104,16 @@ def test_a_known_architecture_is_not_traced(tmp_path: Path, monkeypatch: pytest.
     assert (spec.num_params, spec.seq, len(spec.units)) == (596_049_920, 2048, 29)
 
 
+def test_heads_that_share_nothing_have_laws_of_their_own(tmp_path: Path) -> None:
+    config = config_of("llama-untied-ungrouped")
+    assert architecture_of(write(tmp_path, config), seq=2048) is not None
+    # Configs of the first Llama do not name the heads of keys.
+    del config["num_key_value_heads"]
+    found = architecture_of(write(tmp_path, config), seq=2048)
+    assert found is not None
+    assert found.sizes["g"] == found.sizes["a"] == SIZES["num_attention_heads"]
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -114,6 +126,7 @@ def test_a_known_architecture_is_not_traced(tmp_path: Path, monkeypatch: pytest.
         {"num_hidden_layers": 4},
         {"head_dim": 80},
         {"hidden_size": None},
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
         {"model_type": "../qwen3"},
     ],
 )

@@ -55,3 +55,16 @@ def test_a_mistake_is_one_line() -> None:
         adaptation_of(None, targets=None, quantize="nf4")
     with pytest.raises(UnknownName, match="unknown quantisation 'nf5'"):
         adaptation_of(8, targets=None, quantize="nf5")
+
+
+def test_the_base_computes_in_its_own_dtype_and_native_adapters_too() -> None:
+    for precision, base, adapters in (
+        ("bf16", "bfloat16", "float32"),
+        ("fp16", "float16", "float32"),
+        ("native", "bfloat16", "bfloat16"),
+    ):
+        asked = adaptation_of(8, targets=None, quantize=None, precision=precision)
+        assert asked is not None
+        params = [param for unit in spec_of(asked).units for param in unit.params]
+        assert {param.dtype for param in params if not param.trainable} == {base}
+        assert {param.dtype for param in params if param.trainable} == {adapters}

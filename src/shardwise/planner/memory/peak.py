@@ -58,6 +58,11 @@ class MemoryEstimate:
             at_rest_bytes=self.at_rest_bytes + num_bytes,
         )
 
+    def unfragmented(self) -> "MemoryEstimate":
+        """Return the same with expandable segments, which leave no gaps: reserved is what is allocated."""
+        gaps = self.reserved_bytes - self.allocated_bytes
+        return replace(self, reserved_bytes=self.allocated_bytes, device_bytes=self.device_bytes - gaps)
+
 
 def estimate(
     spec: ModelSpec,
@@ -71,6 +76,7 @@ def estimate(
     communicator_bytes: int | None = None,
     limit_bytes: int | None = None,
     made_on_device: bool = False,
+    is_wrapped: bool = True,
     quick: bool = False,
 ) -> MemoryEstimate:
     """Return the memory of a step of `plan` on one of `num_ranks` ranks, with `batch` samples per rank per pass.
@@ -79,13 +85,14 @@ def estimate(
                      captured steps
     made_on_device   the model was created on the device before it was prepared, not on the meta device or the host;
                      steps reuse the memory that this left reserved
+    is_wrapped       False: an ordinary loop on one device, without DDP (plans of torch's engine under ddp)
     quick            skip the model of the caching allocator: reserved is taken to be allocated
 
     Captured steps share their memory with the ordinary steps before them, which have the peak.
     """
     if batch < 1:
         raise InvalidPlan(f"micro_batch = {batch}: must be a whole number of at least 1")
-    job = job_of(spec, plan=plan, num_ranks=num_ranks, optimizer=optimizer, device=device)
+    job = job_of(spec, plan=plan, num_ranks=num_ranks, optimizer=optimizer, device=device, is_wrapped=is_wrapped)
     peak = job.replayed.peak(batch)
     breakdown = peak.breakdown(batch)
     outside = _outside(job, device=device, context=context_bytes, communicator=communicator_bytes)
@@ -110,9 +117,9 @@ def estimate(
     )
 
 
-def job_of(spec: ModelSpec, *, plan: Plan, num_ranks: int, optimizer: str, device: str) -> Job:
+def job_of(spec: ModelSpec, *, plan: Plan, num_ranks: int, optimizer: str, device: str, is_wrapped: bool = True) -> Job:
     """Return the job of a plan for every batch; plans that differ in nothing but the batch have the same job."""
-    known, key = _jobs(spec, optimizer, device), (_without_batch(plan), num_ranks)
+    known, key = _jobs(spec, optimizer, device), (_without_batch(plan), num_ranks, is_wrapped)
     if key not in known:
         mesh, rule = plan.mesh or Mesh(shard=num_ranks), optimizer_of(optimizer)
         mesh.check_ranks(num_ranks)
@@ -126,6 +133,7 @@ def job_of(spec: ModelSpec, *, plan: Plan, num_ranks: int, optimizer: str, devic
             fp8_traces=_fp8_traces(spec, plan=plan),
             optimizer=rule,
             rules=RULES[device],
+            is_wrapped=is_wrapped,
             known_peaks=_known_peaks(spec, device, engine_model_of(plan).grads_leave_at_once),
         )
     return known[key]
@@ -150,10 +158,12 @@ def _outside(job: Job, *, device: str, context: int | None, communicator: int | 
     """Return the bytes of a process outside the allocator."""
     if device == "cpu":
         return 0
+    process = (DEFAULT_CONTEXT_BYTES if context is None else context) + KERNEL_BYTES
+    if not job.is_wrapped:
+        return process
     each = DEFAULT_COMMUNICATOR_BYTES if communicator is None else communicator
     first = FIRST_COMMUNICATOR_BYTES if communicator != 0 else 0
-    more = (job.num_communicators - 1) * each
-    return (DEFAULT_CONTEXT_BYTES if context is None else context) + KERNEL_BYTES + first + more
+    return process + first + (job.num_communicators - 1) * each
 
 
 def computes_in(spec: ModelSpec, *, plan: Plan) -> str:

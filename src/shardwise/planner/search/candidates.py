@@ -124,14 +124,26 @@ def cost(
 def _memory(
     spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, quick: bool = False, system: System = OWN
 ) -> MemoryEstimate:
-    capacity, added = capacity_bytes(cluster), system.buffer_bytes.get(plan.strategy, 0)
+    capacity, added = capacity_bytes(cluster), system.added_bytes(spec, strategy=plan.strategy)
     limit = round(capacity / (1 + engine_model_of(plan).error_band)) - added if capacity is not None else None
-    found = cluster_memory(spec, plan=plan, cluster=cluster, optimizer=optimizer, limit_bytes=limit, quick=quick)
+    system.check_ranks(cluster.num_ranks)
+    found = cluster_memory(
+        spec, plan=plan, cluster=cluster, optimizer=optimizer, limit_bytes=limit, is_wrapped=system.is_wrapped,
+        quick=quick,
+    )  # fmt: skip
+    found = found.unfragmented() if system.is_expandable else found
     return found.plus(added) if added else found
 
 
 def cluster_memory(
-    spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, limit_bytes: int | None, quick: bool
+    spec: ModelSpec,
+    *,
+    plan: Plan,
+    cluster: Cluster,
+    optimizer: str,
+    limit_bytes: int | None,
+    quick: bool,
+    is_wrapped: bool = True,
 ) -> MemoryEstimate:
     """Return the memory of a plan, whose micro-batch is set, on a cluster (peak.estimate)."""
     device = cluster.device
@@ -146,6 +158,7 @@ def cluster_memory(
         context_bytes=device.context_bytes.value if device.context_bytes else None,
         communicator_bytes=device.communicator_bytes.value if device.communicator_bytes else None,
         limit_bytes=limit_bytes,
+        is_wrapped=is_wrapped,
         quick=quick,
     )
 

@@ -26,17 +26,17 @@ def ways_out(
 ) -> list[Candidate]:
     """Return the smallest change of the plan that fits on these devices.
 
-    If only a plan in host memory does, whose time is not predicted, it is followed by the fewest devices that fit
-    without it. If no plan does, these are all; if no number of devices does, nothing is.
+    If only a tight one does, or one in host memory, whose time is not predicted, it is followed by the fewest devices
+    that fit without it. If no plan does, these are all; if no number of devices does, nothing is.
     """
 
-    def fitting(changes: Iterable[Changed]) -> Iterator[Candidate]:
+    def fitting(changes: Iterable[Changed], fits: str = "yes") -> Iterator[Candidate]:
         for changed, changed_strategies, where in changes:
             for strategy in changed_strategies:
                 chosen = replace(changed, strategy=strategy, mesh=Mesh(shard=where.num_ranks))
                 if LIMITS[plan.engine].why_not_planned(chosen) is None:
                     found = cost(spec_for(chosen), plan=chosen, cluster=where, optimizer=optimizer)
-                    if found.fits == "yes":
+                    if found.fits == fits:
                         yield found
 
     of_plan = next(fitting(_changes(plan, strategies=strategies, cluster=cluster)), None)
@@ -49,8 +49,9 @@ def ways_out(
     per_unit = _per_unit(spec_for, request=AutoRequest(plan=plan, cluster=cluster, optimizer=optimizer))
     if per_unit is not None and per_unit.time is not None:
         return [per_unit]
+    tight = next(fitting(_changes(plan, strategies=strategies, cluster=cluster), "tight"), None)
     larger = next(fitting(_larger(plan, cluster=cluster)), None)
-    return [one for one in (per_unit, larger) if one is not None]
+    return [one for one in (tight or per_unit, larger) if one is not None]
 
 
 def _changes(plan: Plan, *, strategies: Sequence[str], cluster: Cluster) -> list[Changed]:

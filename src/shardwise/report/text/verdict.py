@@ -43,7 +43,10 @@ def no_fit(ways: Sequence[Candidate], *, asked: Plan, strategies: Sequence[str],
     if not ways:
         tried = "--recompute full, --reduce-dtype bf16, --micro-batch 1, states in host memory"
         return f"nothing fits; also not with {tried} and {MOST_TIMES:,} times the devices"
-    texts = [_changes(way, asked=asked, strategies=strategies, cluster=cluster) for way in ways]
+    texts = [
+        _changes(way, asked=asked, strategies=strategies, cluster=cluster) + (" (tight)" if way.fits == "tight" else "")
+        for way in ways
+    ]
     return f"nothing fits; fits with {', or with '.join(texts)}"
 
 

@@ -5,7 +5,7 @@ it, and freed (gradient_as_bucket_view). Passes that do not reduce (no_sync) kee
 zero_grad has set them to None, so that autograd makes new ones.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import assert_never
 
@@ -62,3 +62,36 @@ class DdpMemory(MemoryExecutor):
 
     def _take_grads(self, unit: str) -> None:
         self._change("grads", *self.setting.with_others(-self._kept(unit), unit))
+
+
+class PlainMemory(DdpMemory):
+    """An ordinary loop on one device, without a wrapper: gradients exist from backward to the update, in no bucket."""
+
+    def action(self, operation: Operation, row: Row) -> Action:
+        if operation.kind is Kind.TAKE_GRADS and not self._is_kept:
+            return partial(self._change_grads, (operation.subject,), sign=1)
+        return super().action(operation, row)
+
+    def at_rest(self) -> Mapping[str, int]:
+        states = self.setting.states
+        kept = (self.setting.weight(unit) * states[unit].grads for unit in states)
+        return {"grads": sum(kept) if self._is_kept else 0}
+
+    def buffers_at_rest(self) -> list[int]:
+        return [size for states in self.setting.states.values() for size in states.gradients if self._is_kept]
+
+    @property
+    def _is_kept(self) -> bool:
+        """Whether the gradients of earlier passes are there all the time, and autograd adds to them."""
+        return self.setting.plan.accumulate > 1
+
+    def _update(self) -> None:
+        super()._update()
+        if not self._is_kept:
+            self._change_grads(self.setting.states, sign=-1)
+
+    def _change_grads(self, units: Iterable[str], *, sign: int) -> None:
+        for unit in units:
+            states = self.setting.states[unit]
+            num_bytes, others = self.setting.with_others(sign * states.grads, unit)
+            self._change("grads", num_bytes, others, pieces=states.gradients if sign > 0 else ())
