@@ -45,7 +45,8 @@ class AutoRequest:
                   strategy, recompute, their overrides, and compile if that is auto
     budget_bytes  memory to use per device (default: all)
     global_batch  samples per step over all ranks (default: plan.accumulate passes)
-    host_bytes    host memory of each node that may be used (default: as much as a plan needs); 0: none
+    host_bytes    host memory of each node that may be used instead of recomputation (default: any, but only where
+                  nothing else fits); 0: none
     rows          strategies that units may have (default: all that the engine can run)
     quick         skip the allocator's model
     """
@@ -74,7 +75,7 @@ def solve_plan(spec_for: SpecFor, *, request: AutoRequest) -> Solved:
     """Return the best plan that fits the budget with the planner's error band; raises NoPlanFits if there is none.
 
     If time cannot be predicted, return the simplest plan that fits, with the same choice for every unit. Host memory is
-    tried where memory is short: where nothing fits without it, or only what recomputes.
+    tried where nothing fits without it; where it is given, also instead of recomputation.
     """
     return solve_for(costs_of(spec_for, request=request), request=request)
 
@@ -126,7 +127,8 @@ def _solve_with(costs: DialCosts, *, request: AutoRequest) -> Solved:
     request = replace(request, plan=costs.base)
     is_timed = why_not_timed(costs.spec, plan=costs.base, cluster=costs.cluster) is None
     dial = _best_dial(costs, request=request) if is_timed else _first_fit(costs, request=request)
-    if is_timed and _may_use_host(request) and (dial is None or _recomputes(dial)):
+    is_short = dial is None or (request.host_bytes is not None and _recomputes(dial))
+    if is_timed and is_short and _may_use_host(request):
         costs, dial = _with_host_memory(costs, dial, request=request)
     if dial is not None:
         return Solved(candidate=_cost(costs, dial, request=request), num_replays=costs.num_replays)

@@ -26,8 +26,8 @@ def ways_out(
 ) -> list[Candidate]:
     """Return the smallest change of the plan that fits on these devices.
 
-    If only a tight one does, or one in host memory, whose time is not predicted, it is followed by the fewest devices
-    that fit without it. If no plan does, these are all; if no number of devices does, nothing is.
+    If only a tight one does, or one in host memory, it is followed by the fewest devices that fit without it. If none
+    does, these are all; if no number of devices does, nothing is.
     """
 
     def fitting(changes: Iterable[Changed], fits: str = "yes") -> Iterator[Candidate]:
@@ -47,7 +47,7 @@ def ways_out(
         if smaller is not None:
             return [smaller]
     per_unit = _per_unit(spec_for, request=AutoRequest(plan=plan, cluster=cluster, optimizer=optimizer))
-    if per_unit is not None and per_unit.time is not None:
+    if per_unit is not None and not (per_unit.plan.offload_states or per_unit.plan.offload_activations):
         return [per_unit]
     tight = next(fitting(_changes(plan, strategies=strategies, cluster=cluster), "tight"), None)
     larger = next(fitting(_larger(plan, cluster=cluster)), None)

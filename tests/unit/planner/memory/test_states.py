@@ -45,15 +45,20 @@ def test_each_state_is_whole_or_a_slice(strategy: str, precision: str) -> None:
     assert moments == pytest.approx(2 * master, rel=0.01)
 
 
-def test_states_in_host_memory_take_nothing() -> None:
-    plan = Plan(strategy="fsdp", precision="bf16", offload_states=True)
+@pytest.mark.parametrize("update", ["device", "host"])
+def test_states_in_host_memory_take_nothing_but_step_counts(update: str) -> None:
+    plan = Plan(strategy="fsdp", precision="bf16", offload_states=True, offload_update=update)
     held = unit_states(
         UNIT,
         placement=STRATEGIES["fsdp"],
         setting=StateSetting(plan=plan, num_slices=4, optimizer=OPTIMIZERS["adamw-fused"], rules=RULES["cuda"]),
     )
-    assert held.params == held.optim == 0
+    counts = held.optim if update == "device" else 0
+    assert (held.params, held.optim) == (0, counts)
+    assert counts == 512 * len(held.moments)
     assert held.full > 0
+    # Master, parameters in bf16 and two moments of each element; with the CPU's update also its gradient.
+    assert held.host >= (14 if update == "device" else 18) * sum(param.num_elements for param in UNIT.params) // 4
 
 
 def test_an_unknown_optimizer_is_one_line() -> None:

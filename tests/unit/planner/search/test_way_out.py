@@ -52,7 +52,8 @@ def test_host_memory_is_named_before_the_fewest_devices_without_it() -> None:
     )
     here, larger = ways
     assert here.plan.offload_states
-    assert (here.cluster.num_ranks, here.time) == (1, None)
+    assert here.cluster.num_ranks == 1
+    assert here.time is not None
     assert (larger.cluster.num_ranks, larger.plan.recompute, larger.plan.reduce_dtype) == (2, "full", "fp32")
 
 

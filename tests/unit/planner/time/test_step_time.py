@@ -208,9 +208,27 @@ def test_what_cannot_be_timed_says_why() -> None:
     assert why_not_timed(SPEC, plan=plan, cluster=node) is None
     assert "calibrate" in str(why_not_timed(SPEC, plan=plan, cluster=cluster_of("4xcpu")))
     assert "parameters" in str(why_not_timed(replace(SPEC, traces=()), plan=plan, cluster=node))
-    offloaded = replace(plan, offload_activations=True)
-    assert "offloading" in str(why_not_timed(SPEC, plan=offloaded, cluster=node))
-    assert estimate_time(SPEC, plan=offloaded, cluster=node) is None
+    assert "dynamic" in str(why_not_timed(SPEC, plan=replace(plan, dynamic=True), cluster=node))
+    assert estimate_time(SPEC, plan=replace(plan, dynamic=True), cluster=node) is None
+
+
+def seconds_of(**settings: object) -> float:
+    plan = plan_of("fsdp", **settings)
+    found = estimate_time(SPEC, plan=plan, cluster=cluster_of("1xh100-80gb"))
+    assert found is not None
+    return found.step_seconds
+
+
+def test_host_memory_takes_time_and_updates_in_backward_hide_it() -> None:
+    usual, some, every = seconds_of(), seconds_of(offload_states=("blocks.1*",)), seconds_of(offload_states=True)
+    assert usual < some < every
+    assert seconds_of(offload_states=True, update="backward") < every
+    assert seconds_of(offload_activations=True) >= usual
+    # 14 bytes of each parameter go out, at four fifths of the link's speed.
+    num_params = sum(unit.num_params for unit in SPEC.units)
+    assert every > 14 * num_params / (0.8 * 63.015e9)
+    # The CPU computes it after backward, and nothing else runs meanwhile.
+    assert seconds_of(offload_states=True, offload_update="host") > usual + num_params / 2.3e9
 
 
 def test_a_bf16_model_that_keeps_its_own_dtypes_is_timed_as_bf16() -> None:
