@@ -148,7 +148,7 @@ def test_in_bf16_too() -> None:
     check("gpt", [Plan(strategy="fsdp", precision="bf16")], num_ranks=1)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", *whole("rowwise")])
 def test_in_fp8_the_copies_and_casts_of_its_layers_are_predicted(recipe: str) -> None:
     fp8 = {"precision": "fp8", "fp8_recipe": recipe, "fp8_min_features": 16}
     plans = [

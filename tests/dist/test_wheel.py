@@ -36,7 +36,7 @@ def test_the_wheel_holds_every_file_of_the_package_and_says_what_it_needs(wheel:
         assert head[key], key
     assert head.get_payload().startswith("# Shardwise")
     assert any(line.startswith("torch") for line in head.get_all("Requires-Dist"))
-    assert {"accelerate", "fp8", "hf", "lightning", "trl"} <= set(head.get_all("Provides-Extra"))
+    assert {"accelerate", "hf", "lightning", "trl"} <= set(head.get_all("Provides-Extra"))
     for minor in (11, 12, 13):
         assert f"Programming Language :: Python :: 3.{minor}" in head.get_all("Classifier")
     assert f"\n## {head['Version']}" in (ROOT / "CHANGELOG.md").read_text()

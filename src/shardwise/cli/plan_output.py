@@ -87,6 +87,13 @@ def _remarks(shown: PlanAnswer) -> Iterator[str]:
         yield "States only: activations are unknown and not included."
     yield verdict(shown.recommendation, why=shown.why)
     best_or_first = shown.recommendation.best or first
+    yield from _about_memory(shown, best_or_first)
+    yield from _about_time(shown, best_or_first)
+    yield from _about_tables(shown)
+
+
+def _about_memory(shown: PlanAnswer, best_or_first: Candidate) -> Iterator[str]:
+    first = shown.found[0]
     reduced = [one.name for one in shown.found if one.plan.accumulate_reduced]
     if reduced and not shown.question.plan.accumulate_reduced:
         names = ", ".join(dict.fromkeys(reduced))
@@ -102,6 +109,10 @@ def _remarks(shown: PlanAnswer) -> Iterator[str]:
             "The workspaces of the CPU's matrix products are not included: where they were measured, peaks of users' "
             "own models were 9 to 13% higher."
         )
+
+
+def _about_time(shown: PlanAnswer, best_or_first: Candidate) -> Iterator[str]:
+    first = shown.found[0]
     fits = f"fits means peak + {first.memory_band:.0%} ≤ capacity; " if first.capacity_bytes else ""
     unknown = why_not_timed(
         shown.question.source.spec_for(best_or_first.plan), plan=best_or_first.plan, cluster=best_or_first.cluster
@@ -116,6 +127,13 @@ def _remarks(shown: PlanAnswer) -> Iterator[str]:
     software = first.cluster.device.software
     if unknown is None and software != CURRENT and first.cluster.device.calibration is None:
         yield f"Kernels: {software}."
+    yield from _other_steps(shown)
+    if unknown is None and first.cluster.device.host is None:
+        yield "The speed of the host CPU is assumed; --here measures it, on the machine itself."
+
+
+def _other_steps(shown: PlanAnswer) -> Iterator[str]:
+    """Say how long a step takes in CUDA graphs, and with compiled units."""
     if shown.captured is not None and shown.captured.time is not None:
         yield (
             f"In CUDA graphs, as `shardwise train` runs a step where it can, {shown.captured.name} takes "
@@ -132,8 +150,9 @@ def _remarks(shown: PlanAnswer) -> Iterator[str]:
             f"With compiled units its step takes {step_seconds_text(shown.compiled.time.step_seconds)} s; "
             "--compile auto lets the solver choose that too (results then differ by rounding)."
         )
-    if unknown is None and first.cluster.device.host is None:
-        yield "The speed of the host CPU is assumed; --here measures it, on the machine itself."
+
+
+def _about_tables(shown: PlanAnswer) -> Iterator[str]:
     if shown.frontier is not None:
         yield "Frontier: excludes allocator overhead; a fixed plan has one strategy and one recompute for all units."
     if shown.training is not None:

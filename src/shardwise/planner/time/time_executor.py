@@ -108,19 +108,7 @@ class TimeExecutor:
         kind = operation.kind
         match kind:
             case Kind.GATHER:
-                # An update changes only trainable parameters.
-                elements = (
-                    self.sizes[name].trainable if row.trigger is Trigger.AFTER_STEP else self.sizes[name].elements
-                )
-                if name in self._on_host:
-                    yield self._load(f"gather {name}", num_bytes / self.job.num_slices)
-                else:
-                    copied = self._slice_copied(name, num_bytes, elements=elements)
-                    yield self._copy(f"copy {name}", copied, launch=overhead.gather / 2)
-                if not operation.is_local:
-                    yield self._send(f"gather {name}", rings.shard, rings.shard.gather_seconds(num_bytes))
-                    if self.overlap == "none" or (self.overlap == "gradients" and row.trigger is Trigger.AFTER_STEP):
-                        yield Instruction(WAIT, f"gather {name}")
+                yield from self._gather(operation, after_step=row.trigger is Trigger.AFTER_STEP)
             case Kind.WAIT_GATHER if row.trigger is Trigger.AFTER_FORWARD:
                 # fully_shard frees the buffer that it has copied out.
                 pass
@@ -151,13 +139,7 @@ class TimeExecutor:
                 if not operation.is_local:
                     yield from self._broadcast(num_bytes)
             case Kind.GATHER_SCALES:
-                # Each rank reads its masters, and each sends as many numbers as there are weights.
-                masters = sum(MASTER_BYTES * size.trainable for size in self.sizes.values()) // rings.shard.num_ranks
-                yield self._copy("scales", masters)
-                if not operation.is_local:
-                    sent = rings.shard.gather_seconds(rings.shard.num_ranks * num_bytes)
-                    yield self._send("gather scales", rings.shard, sent)
-                    yield Instruction(WAIT, "gather scales", 0, overhead.wait)
+                yield from self._gather_scales(operation)
             case Kind.TO_OWNERS | Kind.FROM_OWNERS:
                 yield from self._move_owned(f"gather {kind.value} {name}", operation)
             case Kind.UPDATE:
@@ -189,6 +171,30 @@ class TimeExecutor:
                 yield one._replace(name=f"{one.name} and others", launch=others * one.launch)
             else:
                 yield Instruction(CALL, one.name, 0, others * one.launch)
+
+    def _gather(self, operation: Operation, *, after_step: bool) -> Iterator[Instruction]:
+        """Copy or load this rank's slice, and send it."""
+        name, ring, num_bytes = operation.subject, self.rings.shard, operation.num_bytes
+        if name in self._on_host:
+            yield self._load(f"gather {name}", num_bytes / self.job.num_slices)
+        else:
+            # An update changes only trainable parameters.
+            elements = self.sizes[name].trainable if after_step else self.sizes[name].elements
+            copied = self._slice_copied(name, num_bytes, elements=elements)
+            yield self._copy(f"copy {name}", copied, launch=self.overhead.gather / 2)
+        if not operation.is_local:
+            yield self._send(f"gather {name}", ring, ring.gather_seconds(num_bytes))
+            if self.overlap == "none" or (self.overlap == "gradients" and after_step):
+                yield Instruction(WAIT, f"gather {name}")
+
+    def _gather_scales(self, operation: Operation) -> Iterator[Instruction]:
+        """Read this rank's masters, and send as many numbers as there are weights."""
+        ring = self.rings.shard
+        masters = sum(MASTER_BYTES * size.trainable for size in self.sizes.values()) // ring.num_ranks
+        yield self._copy("scales", masters)
+        if not operation.is_local:
+            yield self._send("gather scales", ring, ring.gather_seconds(ring.num_ranks * operation.num_bytes))
+            yield Instruction(WAIT, "gather scales", 0, self.overhead.wait)
 
     def _broadcast(self, num_bytes: int) -> Iterator[Instruction]:
         num_buffers = sum(len(unit.buffers) for unit in self.job.spec.units)
