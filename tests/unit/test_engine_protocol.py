@@ -193,7 +193,9 @@ def test_torchs_engine_refuses_nothing_by_itself_and_no_sentence_of_the_table_is
 
 
 def test_our_engine_has_every_call_and_torchs_has_whole_parameters_under_ddp() -> None:
-    assert LIMITS["shardwise"].calls == ()
+    limits = LIMITS["shardwise"].calls
+    assert [(one.function, one.argument) for one in limits] == [("step", "survive")]
+    assert all(one.under(Plan(update="backward"), {}) and not one.under(Plan(), {}) for one in limits)
     assert isinstance(shardwise.whole(carried("ddp")), nullcontext)
 
 

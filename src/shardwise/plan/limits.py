@@ -296,6 +296,11 @@ LIMITS: Mapping[str, EngineLimits] = MappingProxyType(
                     refusal="dynamic = true with engine = 'torch': only engine = 'shardwise' can do that",
                 ),
                 Setting(key="owned", plain=()),
+                Setting(
+                    key="update",
+                    plain="step",
+                    refusal="update = 'backward' with engine = 'torch': only engine = 'shardwise' can do that",
+                ),
                 Setting(key="offload_activations", plain=False, refusal=_NO_OFFLOAD),
                 Setting(key="offload_states", plain=False, refusal=_NO_OFFLOAD),
             ),

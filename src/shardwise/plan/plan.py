@@ -206,7 +206,6 @@ class Plan:
             "accumulate_reduced = true": self.accumulate_reduced,
             "offload_update = 'host'": bool(self.offload_states) and self.offload_update == "host",
             "owned": bool(self.owned),
-            "engine = 'torch'": self.engine == "torch",
         }
 
     @property
