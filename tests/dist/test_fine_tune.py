@@ -1,6 +1,7 @@
 """`shardwise train` on a checkpoint folder: it starts from the folder's weights, resumes, and saves what others load."""
 
 import json
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,19 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
+from torch import nn
 
-from shardwise.train.config import TrainConfig
+from shardwise.train.config import DataSection, TrainConfig
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.timeout(180)
 needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
+needs_nf4 = pytest.mark.skipif(
+    find_spec("peft") is None or find_spec("bitsandbytes") is None, reason="peft or bitsandbytes is not installed"
+)
+# The first import of bitsandbytes and PEFT in a rank takes a while.
+NF4_SECONDS = 150.0
+QLORA = {"lora": 4, "lora_targets": ["q_proj", "v_proj"], "quantize": "nf4"}
 
 
 @pytest.fixture
@@ -51,13 +59,19 @@ def losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def first_loss_of_the_folder(config: TrainConfig) -> float:
-    from shardwise.tasks.transformers_task import cross_entropy_of_logits, task_of_model, with_data
+def samples_of(config: TrainConfig, *, model: Any) -> list[Any]:
+    from shardwise.tasks.transformers_task import task_of_model, with_data
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(config.task.model.removeprefix("hf:"))
     task = with_data(task_of_model(model, seq=16), config.task.dataset, seq=16, vocab_size=260)
-    samples = [task.dataset[index] for index in range(len(task.dataset))]  # type: ignore[arg-type,index]
-    inputs, targets = (torch.stack(part) for part in zip(*samples, strict=True))
+    return [task.dataset[index] for index in range(len(task.dataset))]  # type: ignore[arg-type,index]
+
+
+def first_loss_of_the_folder(config: TrainConfig, *, model: Any = None) -> float:
+    from shardwise.tasks.transformers_task import cross_entropy_of_logits
+
+    if model is None:
+        model = transformers.AutoModelForCausalLM.from_pretrained(config.task.model.removeprefix("hf:"))
+    inputs, targets = (torch.stack(part) for part in zip(*samples_of(config, model=model), strict=True))
     return cross_entropy_of_logits(model, (inputs, targets)).item()
 
 
@@ -119,3 +133,69 @@ def test_targets_that_no_module_has_are_refused(folder: Path) -> None:
         checkpoint_task(
             str(folder / "base"), dataset=None, seq=8, adapters=Adapters(rank=2, alpha=4, targets=("qproj",))
         )
+
+
+def through_nf4(folder: Path) -> Any:
+    """The folder's model after every linear layer of its blocks went to NF4 and back."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    for module in model.model.layers.modules():
+        if isinstance(module, nn.Linear):
+            packed = quantize_4bit(module.weight.data, quant_type="nf4", compress_statistics=True)
+            assert not torch.equal(module.weight.data, dequantize_4bit(*packed))
+            module.weight.data = dequantize_4bit(*packed)
+    return model
+
+
+def train_packed(rank: int, config: TrainConfig) -> tuple[int, int]:
+    """Train; return how many layers are packed, and how many bytes of them this rank holds between steps."""
+    from bitsandbytes.nn import Linear4bit
+
+    from shardwise.train import rank_run
+
+    trained: list[nn.Module] = []
+    save = rank_run._save_model
+    rank_run._save_model = lambda training: (trained.append(training.model), save(training))[1]
+    try:
+        rank_run.train(config)
+    finally:
+        rank_run._save_model = save
+    packed = [module.weight for module in trained[0].modules() if isinstance(module, Linear4bit)]
+    with torch._C.DisableTorchFunctionSubclass():
+        return len(packed), sum(weight.untyped_storage().nbytes() for weight in packed)
+
+
+@needs_nf4
+def test_adapters_are_trained_on_a_base_in_nf4_and_resume(folder: Path) -> None:
+    from safetensors.torch import load_file
+
+    config = config_of(folder, steps=4, run="whole", **QLORA)
+    for found in run_ranks(train_packed, num_ranks=2, args=(config,), timeout_seconds=NF4_SECONDS):
+        # 7 linear layers in each of 2 blocks; under fsdp no rank holds one of them between steps.
+        assert found == (14, 0)
+    expected = first_loss_of_the_folder(config, model=through_nf4(folder / "base"))
+    assert losses(folder / "whole")[0] == pytest.approx(expected, rel=0.02)
+    run_ranks(
+        train_here, num_ranks=2, args=(config_of(folder, steps=2, run="parts", **QLORA),), timeout_seconds=NF4_SECONDS
+    )
+    run_ranks(
+        train_here, num_ranks=2, args=(config_of(folder, steps=4, run="parts", **QLORA),), timeout_seconds=NF4_SECONDS
+    )
+    assert losses(folder / "whole") == losses(folder / "parts")
+    whole, parts = (load_file(folder / run / "model" / "adapter_model.safetensors") for run in ("whole", "parts"))
+    assert len(whole) == 2 * 2 * 2
+    assert all(torch.equal(value, parts[name]) and bool(value.any()) for name, value in whole.items())
+
+
+@needs_nf4
+def test_a_base_in_nf4_computes_what_its_unpacked_weights_compute(folder: Path) -> None:
+    """All samples in one step: the first loss is that of the weights that went to NF4 and back, to rounding."""
+    config = config_of(folder, steps=1, run="all", **QLORA)
+    unpacked_model = through_nf4(folder / "base")
+    num_samples = len(samples_of(config, model=unpacked_model))
+    config = replace(config, plan=replace(config.plan, micro_batch=num_samples), data=DataSection(shuffle=False))
+    run_ranks(train_here, num_ranks=1, args=(config,), timeout_seconds=NF4_SECONDS)
+    unpacked = first_loss_of_the_folder(config, model=unpacked_model)
+    assert losses(folder / "all")[0] == pytest.approx(unpacked, rel=1e-5)
+    assert abs(unpacked - first_loss_of_the_folder(config)) > 1e-4 * unpacked

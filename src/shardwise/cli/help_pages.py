@@ -47,8 +47,9 @@ OPTIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             *("--lora", "--lora-targets", "--quantize"),
         ),
         "Plan (what is not given is chosen)": (
-            *("--strategy", "--goal", "--budget", "--micro-batch", "--accumulate", "--accumulate-reduced", "--mesh"),
-            *("--precision", "--reduce-dtype", "--recompute", "--tile", "--compile", "--capture", "--overlap"),
+            *("--strategy", "--goal", "--budget", "--host-memory", "--micro-batch", "--accumulate"),
+            *("--accumulate-reduced", "--mesh", "--precision", "--reduce-dtype", "--recompute", "--tile", "--compile"),
+            *("--capture", "--overlap"),
         ),
         "Engine, kernels and measured devices": (
             *("--engine", "--like", "--devices", "--here", "--software", "--attention", "--matmul", "--norms"),

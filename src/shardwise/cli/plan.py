@@ -12,6 +12,7 @@ from shardwise.cli.plan_options import (
     check_names,
     hybrid_mesh,
     parse_count,
+    parse_host_memory,
     parse_mesh,
     parse_recompute,
     parse_tile,
@@ -61,6 +62,10 @@ def plan(
     ] = None,
     budget: Annotated[
         str | None, Option(help=f"Memory to use per device, such as {SIZE_EXAMPLE} (default: all).")
+    ] = None,
+    host_memory: Annotated[
+        str | None,
+        Option(help="Host memory of each node that a plan may use, such as 110GiB; 0: none (default: what it needs)."),
     ] = None,
     lora: LoraRank = None,
     lora_targets: LoraTargets = None,
@@ -191,6 +196,7 @@ def plan(
         system=chosen.system,
         like=chosen.text,
         budget_bytes=None if budget is None else byte_count(budget, key="--budget"),
+        host_bytes=parse_host_memory(host_memory),
         global_batch=global_batch,
         num_tokens=parse_count(tokens, option="--tokens"),
         price_per_gpu_hour=price,

@@ -101,7 +101,14 @@ def answer(question: PlanQuestion) -> PlanAnswer:
         chosen = recommend(found, goal=question.goal, spec_for=spec_for, optimizer=optimizer)
         why = reasons(chosen)
         if chosen.reason is Reason.NOTHING_FITS:
-            ways = ways_out(spec_for, plan=question.plan, strategies=strategies, cluster=cluster, optimizer=optimizer)
+            ways = ways_out(
+                spec_for,
+                plan=question.plan,
+                strategies=strategies,
+                cluster=cluster,
+                optimizer=optimizer,
+                host_bytes=question.host_bytes,
+            )
             why = no_fit(ways, asked=question.plan, strategies=strategies, cluster=cluster)
     return PlanAnswer(
         question=question,

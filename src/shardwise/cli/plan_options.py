@@ -13,6 +13,7 @@ from shardwise.plan.mesh import Mesh
 from shardwise.planner.systems import System, system_of
 from shardwise.spec.adaptation import Adaptation
 from shardwise.spec.losses import LEAN, LOSSES, USUAL
+from shardwise.vocabulary.quantities import byte_count
 
 if TYPE_CHECKING:
     from shardwise.hardware import Cluster
@@ -38,6 +39,13 @@ def parse_count(text: str | None, *, option: str) -> float | None:
     if found is None or float(found[1]) <= 0:
         raise InvalidPlan(f"{option} {text}: must be a number, such as 1T, 300B or 1e12")
     return float(found[1]) * _COUNTS[found[2]]
+
+
+def parse_host_memory(text: str | None) -> int | None:
+    """Parse `110GiB`, or 0 for none; None if the option is not given."""
+    if text is None or text.strip() == "0":
+        return None if text is None else 0
+    return byte_count(text, key="--host-memory")
 
 
 def parse_mesh(text: str | None) -> Mesh | None:

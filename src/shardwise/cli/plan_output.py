@@ -104,6 +104,11 @@ def _about_memory(shown: PlanAnswer, best_or_first: Candidate) -> Iterator[str]:
     totals = (best_or_first.memory.allocated_bytes, best_or_first.memory.reserved_bytes)
     tensors, reserved = (fixed_text(total, unit=GIB) for total in totals)
     yield f"{GIB.name} is the peak on the device; of {best_or_first.name} {tensors} are allocated, {reserved} reserved."
+    if best_or_first.memory.host_bytes:
+        yield (
+            f"host is the memory of the host per rank; {best_or_first.name} needs "
+            f"{fixed_text(best_or_first.node_host_bytes, unit=GIB)} per node. --host-memory limits it."
+        )
     if first.cluster.device.name == "cpu":
         yield (
             "The workspaces of the CPU's matrix products are not included: where they were measured, peaks of users' "

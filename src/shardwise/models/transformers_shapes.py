@@ -3,8 +3,8 @@
 Sources: the config files that Qwen (Qwen3), Mistral AI (Nemo, Small 3), Google (Gemma 3, the language model alone),
 Ai2 (OLMo 2), Microsoft (Phi-4), Hugging Face (SmolLM3) and Answer.AI (ModernBERT) published. Rotary scaling for long
 contexts is left out: it changes no cost. A checkpoint of such a model is trained as `hf:DIR`. All have the number of
-parameters that their publishers state; gemma-3-4b and -12b, olmo-2-1b and smollm3-3b were also compared with copies of
-their config files, number by number.
+parameters of the published checkpoint, to the last one (tests/unit/models/test_shapes.py has the sources); gemma-3-4b
+and -12b, olmo-2-1b and smollm3-3b were also compared with copies of their config files, number by number.
 """
 
 from collections.abc import Mapping

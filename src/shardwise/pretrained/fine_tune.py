@@ -1,7 +1,7 @@
 """A checkpoint folder of transformers as a task of `shardwise train`, whole or with LoRA adapters of PEFT.
 
 The model is built without memory. Its weights are read from the files tensor by tensor when it is prepared, and
-adapters start as in PEFT: A uniform (Kaiming), B zero.
+adapters start as in PEFT: A uniform (Kaiming), B zero. Under adapters the base can be in NF4 (quantised.py).
 """
 
 import math
@@ -28,6 +28,7 @@ from shardwise.pretrained.pretrained import (
     stored_names,
     warn_of_differences,
 )
+from shardwise.pretrained.quantised import Nf4, QuantisedWeights, quantise
 from shardwise.spec.architecture import default_seq
 from shardwise.tasks import Task
 from shardwise.tasks.transformers_task import task_of_model, with_data
@@ -38,11 +39,15 @@ _TOKENIZER = "tokenizer.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapters:
-    """LoRA: W + alpha/rank · B·A for every module whose name ends in one of `targets` (all linear ones if empty)."""
+    """LoRA: W + alpha/rank · B·A for every module whose name ends in one of `targets` (all linear ones if empty).
+
+    nf4   how linear layers of the blocks are packed, adapted or not; None: they stay as they are
+    """
 
     rank: int
     alpha: float
     targets: tuple[str, ...] = ()
+    nf4: Nf4 | None = None
 
 
 def checkpoint_task(
@@ -60,13 +65,11 @@ def checkpoint_task(
     model = empty_model(class_of_config(config), folder, native=native)
     model.config.use_cache = False
     stored = stored_names(model, model.state_dict())
-    weights = SafetensorsFolder(folder, stored=stored)
-    warn_of_differences(model, weights, folder=folder)
+    files = SafetensorsFolder(folder, stored=stored)
+    warn_of_differences(model, files, folder=folder)
+    weights: Mapping[str, Tensor] = files
     if adapters is not None:
-        model = _adapted(model, adapters, folder=folder)
-        shapes = {path: tuple(value.shape) for path, value in model.named_parameters() if ".lora_" in path}
-        in_files = {path: stored[_base_name(path)] for path in model.state_dict() if path not in shapes}
-        weights = AdaptedFolder(folder, stored=in_files, shapes=shapes)
+        model, weights = _with_adapters(model, adapters, folder=folder, stored=stored, files=files)
     model.train()
     length = seq or default_seq(getattr(config, "max_position_embeddings", None))
     own = folder / _TOKENIZER
@@ -80,6 +83,22 @@ def checkpoint_task(
         ),
         weights=weights,
     )
+
+
+def _with_adapters(
+    model: nn.Module, adapters: Adapters, *, folder: Path, stored: Mapping[str, str], files: Mapping[str, Tensor]
+) -> tuple[nn.Module, Mapping[str, Tensor]]:
+    """Return the model with adapters, and the weights by its names."""
+    packers = {} if adapters.nf4 is None else quantise(model, adapters.nf4, weights=files)
+    model = _adapted(model, adapters, folder=folder)
+    shapes = {path: tuple(value.shape) for path, value in model.named_parameters() if ".lora_" in path}
+    # A packed layer has scales in its state dict too, which no file has.
+    own = {path: name for path in model.state_dict() if (name := _base_name(path)) in stored}
+    weights = AdaptedFolder(folder, stored={path: stored[name] for path, name in own.items()}, shapes=shapes)
+    if not packers:
+        return model, weights
+    by_path = {path: packers[name] for path, name in own.items() if name in packers}
+    return model, QuantisedWeights(weights, packers=by_path)
 
 
 def _adapted(model: nn.Module, adapters: Adapters, *, folder: Path) -> Any:

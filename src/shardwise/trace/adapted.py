@@ -84,7 +84,7 @@ class LoraLinear(nn.Module):
 
 def adapt(model: nn.Module, adaptation: Adaptation, *, name: str) -> None:
     """Freeze the model, and give its linear layers adapters. The model is on the meta device and stays there."""
-    linears = list(_linears_of_blocks(model))
+    linears = list(linears_of_blocks(model))
     known = sorted({path.rpartition(".")[2] for path, _, _ in linears})
     wanted = {_own_name(target, known=known) for target in adaptation.targets}
     missing = [target for target in adaptation.targets if _own_name(target, known=known) not in known]
@@ -113,7 +113,7 @@ def adapt(model: nn.Module, adaptation: Adaptation, *, name: str) -> None:
         setattr(parent, child, base)
 
 
-def _linears_of_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Linear]]:
+def linears_of_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Linear]]:
     """Yield (path, parent, layer) of every linear layer inside a numbered block."""
     for path, parent in list(model.named_modules()):
         for child, module in list(parent.named_children()):

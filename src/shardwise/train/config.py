@@ -19,6 +19,7 @@ from shardwise.files.keys import key
 from shardwise.files.toml_file import read_toml
 from shardwise.plan import Plan
 from shardwise.plan.limits import LIMITS
+from shardwise.spec.adaptation import QUANTIZED
 from shardwise.train.config_section import ConfigSection, InvalidConfig, unknown_key
 from shardwise.vocabulary.quantities import SIZE_EXAMPLE, byte_count
 
@@ -55,14 +56,19 @@ class TaskSection(ConfigSection):
     lora_targets: tuple[str, ...] = key(
         (), "modules that get adapters, such as q_proj, v_proj (default: all linear ones)"
     )
+    quantize: str | None = key(None, "linear layers of the frozen base in 4 bits (QLoRA, with lora)", choices=QUANTIZED)
 
     def __post_init__(self) -> None:
         ConfigSection.__post_init__(self)
-        for name in ("tokenizer", "lora", "lora_alpha", "lora_targets"):
+        for name in ("tokenizer", "lora", "lora_alpha", "lora_targets", "quantize"):
             if getattr(self, name) and not self.is_checkpoint:
                 raise InvalidConfig(f"task.{name}: task.model = {self.model!r} is not hf:DIR, which alone has it")
         if self.lora is None and (self.lora_alpha or self.lora_targets):
             raise InvalidConfig("task.lora is missing: the rank of the adapters")
+        if self.lora is None and self.quantize:
+            raise InvalidConfig(
+                f"task.quantize = {self.quantize!r} needs task.lora, since a frozen base alone learns nothing"
+            )
 
     @property
     def is_checkpoint(self) -> bool:
@@ -230,6 +236,11 @@ class TrainConfig:
             raise InvalidConfig("plan.micro_batch is missing: samples per rank per pass")
         if self.task.lora is not None and self.plan.is_auto:
             raise InvalidConfig("task.lora with plan.strategy = 'auto': adapters are not planned; choose a strategy")
+        if self.task.quantize is not None and self.plan.has_fp8:
+            raise InvalidConfig(
+                f"task.quantize = {self.task.quantize!r} with plan.precision = 'fp8': packed layers cannot multiply in "
+                "fp8; set plan.precision = 'bf16'"
+            )
         refusal = LIMITS[self.plan.engine].why_not_call("muon", self.plan)
         if self.optimizer.name == "muon" and refusal is not None:
             raise InvalidConfig(

@@ -62,7 +62,7 @@ def set_up(config: TrainConfig, *, place: Place, by: Ready = by_plan) -> Trainin
     """Return a training before its first step; its data are not open yet."""
     # The same weights for any number of ranks; they come from rank 0.
     seed_everything(config.train.seed, step=0, rank=0)
-    task = _load_task(config)
+    task = _load_task(config, device=place.device)
     optimizer = make_optimizer(task.model, config.optimizer)
     if task.weights is not None:
         if by is not by_plan:
@@ -120,10 +120,10 @@ def open_batches(training: Training) -> None:
     )
 
 
-def _load_task(config: TrainConfig) -> Task:
+def _load_task(config: TrainConfig, *, device: torch.device) -> Task:
     section = config.task
     if section.is_checkpoint:
-        task = _checkpoint_task(config)
+        task = _checkpoint_task(config, device=device)
     else:
         # Catalogue models are made on the meta device: `prepare` fills only the slices of this rank.
         task = load_task(section.model, dataset=section.dataset, seq=section.seq, image=section.image, device="meta")
@@ -135,14 +135,18 @@ def _load_task(config: TrainConfig) -> Task:
     return task
 
 
-def _checkpoint_task(config: TrainConfig) -> Task:
+def _checkpoint_task(config: TrainConfig, *, device: torch.device) -> Task:
     from shardwise.pretrained.fine_tune import Adapters, checkpoint_task
+    from shardwise.pretrained.quantised import Nf4
 
     section = config.task
     adapters = None
     if section.lora is not None:
         adapters = Adapters(
-            rank=section.lora, alpha=section.lora_alpha or 2 * section.lora, targets=section.lora_targets
+            rank=section.lora,
+            alpha=section.lora_alpha or 2 * section.lora,
+            targets=section.lora_targets,
+            nf4=None if section.quantize is None else Nf4(device=device),
         )
     return checkpoint_task(
         section.model.removeprefix("hf:"),

@@ -71,10 +71,14 @@ def _own_meta_tensors(module: nn.Module) -> Iterator[tuple[dict[str, Tensor], st
 
 
 def _empty_like(tensor: Tensor, *, device: torch.device | str) -> Tensor:
-    empty = torch.empty_like(tensor, device=device)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
-    return empty
+    if not isinstance(tensor, nn.Parameter):
+        return torch.empty_like(tensor, device=device)
+    with torch._C.DisableTorchFunctionSubclass():
+        empty = torch.empty_like(tensor.data, device=device)
+        # Of the same class and with its attributes: a quantised weight carries the scales that unpack it.
+        made = torch.Tensor._make_subclass(type(tensor), empty, tensor.requires_grad)
+    vars(made).update(vars(tensor))
+    return made
 
 
 def _reset(module: nn.Module, *, path: str, initialise: Callable[[nn.Module], None] | None) -> None:

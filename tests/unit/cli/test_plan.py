@@ -50,6 +50,28 @@ def test_the_json_is_the_contract(capfd: pytest.CaptureFixture[str]) -> None:
         assert 0 <= candidate["exposed_comm_seconds"] < candidate["step_seconds"]
 
 
+def test_host_memory_is_shown_and_limited(capfd: pytest.CaptureFixture[str]) -> None:
+    job = ("llama-3.1-8b", "--cluster", "2xl40s", "--strategy", "auto")
+    data = as_json(capfd, *job)
+    *fixed, auto = data["candidates"]
+    assert {one["host_bytes"] for one in fixed} == {0}
+    assert auto["fits"] == "yes"
+    assert auto["host_bytes"] > 2**30
+    assert run(*job) == 0
+    out = capfd.readouterr().out
+    # Both ranks of the node fill it together.
+    assert f"auto needs {2 * auto['host_bytes'] / 2**30:.1f} GiB per node" in out
+    (row,) = [line.split() for line in out.splitlines() if line.startswith("▶")]
+    assert f"{auto['host_bytes'] / 2**30:.1f}" in row
+    too_small = as_json(capfd, *job, "--host-memory", f"{1.5 * auto['host_bytes'] / 2**30:.3f}GiB")
+    assert all(2 * one["host_bytes"] <= 1.5 * auto["host_bytes"] for one in too_small["candidates"])
+
+
+def test_a_host_memory_that_is_no_size_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run("gpt2-124m", "--cluster", "1xh200", "--host-memory", "much") == 2
+    assert "--host-memory = 'much': must be a size" in capfd.readouterr().err
+
+
 def test_the_table_says_what_fits_and_which_to_take(capfd: pytest.CaptureFixture[str]) -> None:
     assert run("llama-3.1-8b", "--cluster", "8xh100-80gb", "--micro-batch", "1") == 0
     out = capfd.readouterr().out

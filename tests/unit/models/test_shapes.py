@@ -64,6 +64,41 @@ def test_the_module_has_as_many_parameters_as_the_formula_says(name: str) -> Non
     assert sum(p.numel() for p in model.parameters()) == shape.num_params
 
 
+# Parameters of published checkpoints, and where the number is stated. safetensors: the total that the hub shows for the
+# repository; GGUF: general.parameter_count, or n_params of llama.cpp, of a conversion; Keras: params of its presets.
+# Of Gemma 3 4b, 12b and 27b it is the language model, without the vision tower that safetensors' total includes.
+OF_CHECKPOINTS = {
+    "qwen3-0.6b": (596_049_920, "Qwen/Qwen3-0.6B: sum of the loaded parameters, and GGUF"),
+    "qwen3-1.7b": (1_720_574_976, "Qwen/Qwen3-1.7B: GGUF and Keras; its files hold the tied head a second time"),
+    "qwen3-4b": (4_022_468_096, "Qwen/Qwen3-4B: safetensors and GGUF"),
+    "qwen3-8b": (8_190_735_360, "Qwen/Qwen3-8B: safetensors and GGUF"),
+    "qwen3-14b": (14_768_307_200, "Qwen/Qwen3-14B: safetensors and Keras"),
+    "qwen3-32b": (32_762_123_264, "Qwen/Qwen3-32B: safetensors and Keras"),
+    "qwen3-30b-a3b": (30_532_122_624, "Qwen/Qwen3-30B-A3B: GGUF"),
+    "mistral-nemo-12b": (12_247_782_400, "mistralai/Mistral-Nemo-Instruct-2407: GGUF"),
+    "mistral-small-24b": (23_572_403_200, "GGUF of Mistral Small 3; Keras for Magistral and Devstral Small"),
+    "gemma-3-270m": (268_098_176, "google/gemma-3-270m-it: GGUF and Keras"),
+    "gemma-3-1b": (999_885_952, "google/gemma-3-1b-it: safetensors, GGUF and Keras"),
+    "gemma-3-4b": (3_880_263_168, "google/gemma-3-4b-it: GGUF, and Gemma3ForCausalLM's parameters"),
+    "gemma-3-12b": (11_766_034_176, "gemma-3-12b-it: GGUF"),
+    "gemma-3-27b": (27_009_346_304, "gemma-3-27b-it: GGUF"),
+    "olmo-2-1b": (1_484_916_736, "allenai/OLMo-2-0425-1B: safetensors, and OLMo-core's olmo2_1B_v2"),
+    "olmo-2-7b": (7_298_617_344, "allenai/OLMo-2-1124-7B: safetensors"),
+    "olmo-2-13b": (13_716_198_400, "allenai/OLMo-2-1124-13B: counts listed with the revision of the hub"),
+    "olmo-2-32b": (32_234_279_936, "OLMo 2 32B: a public table of training compute; no second source"),
+    "phi-4": (14_659_507_200, "microsoft/phi-4: GGUF, and NVIDIA NeMo's num_parameters"),
+    "phi-4-mini": (3_836_021_760, "microsoft/Phi-4-mini-instruct: parameters of the checkpoint"),
+    "smollm3-3b": (3_075_098_624, "HuggingFaceTB/SmolLM3-3B: total_parameters of its safetensors index"),
+    "modernbert-base": (149_655_232, "answerdotai/ModernBERT-base: ModernBertForMaskedLM's parameters"),
+    "modernbert-large": (395_881_664, "answerdotai/ModernBERT-large: parameters of the checkpoint"),
+}
+
+
+def test_every_model_of_transformers_has_the_count_of_its_published_checkpoint() -> None:
+    counts = {name: shape.num_params for name, shape in TRANSFORMERS_SHAPES.items()}
+    assert counts == {name: count for name, (count, _) in OF_CHECKPOINTS.items()}
+
+
 @pytest.mark.parametrize("name", TRANSFORMERS_SHAPES)
 def test_the_module_of_transformers_has_as_many_parameters_as_the_catalogue_says(name: str) -> None:
     pytest.importorskip("transformers")

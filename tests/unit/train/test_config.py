@@ -212,3 +212,20 @@ def test_every_optimizer_of_the_config_is_made_with_its_options() -> None:
         matrices, vectors = optimizer.param_groups
         assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.2, 0.0)
         assert all(matrices[option] == value for option, value in given.items())
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (["task.quantize=nf4"], "task.quantize: task.model = 'gpt-tiny' is not hf:DIR"),
+        (["task.model=hf:base", "task.quantize=nf4"], "task.quantize = 'nf4' needs task.lora"),
+        (["task.model=hf:base", "task.lora=4", "task.quantize=int3"], "task.quantize = 'int3'"),
+        (
+            ["task.model=hf:base", "task.lora=4", "task.quantize=nf4", "plan.precision=fp8"],
+            "set plan.precision = 'bf16'",
+        ),
+    ],
+)
+def test_a_quantised_base_that_cannot_be_trained_is_one_line(path: Path, settings: list[str], expected: str) -> None:
+    with pytest.raises(InvalidConfig, match=re.escape(expected)):
+        load_config(path, settings=settings)

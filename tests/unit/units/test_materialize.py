@@ -72,3 +72,18 @@ def test_a_module_that_cannot_fill_itself_is_named() -> None:
 
     with pytest.raises(InvalidModel, match=r"1 \(Bare\) .* has no reset_parameters"):
         materialize(nn.Sequential(nn.ReLU(), Bare()))
+
+
+class Packed(nn.Parameter):
+    """A parameter with an attribute that is needed to read it."""
+
+    scale: float
+
+
+def test_a_parameter_keeps_its_class_and_attributes() -> None:
+    layer = nn.Linear(2, 2, device="meta")
+    layer.weight = Packed(torch.empty(2, 2, device="meta"), requires_grad=False)
+    layer.weight.scale = 3.0
+    materialize(layer)
+    assert type(layer.weight) is Packed
+    assert (layer.weight.scale, layer.weight.is_meta, layer.weight.requires_grad) == (3.0, False, False)

@@ -73,6 +73,11 @@ class Candidate:
         return self.plan.micro_batch
 
     @property
+    def node_host_bytes(self) -> int:
+        """Host memory of a node, which all of its ranks fill together."""
+        return self.memory.host_bytes * self.cluster.devices_per_node
+
+    @property
     def samples_per_s(self) -> float:
         """Of all ranks together; 0 if its time is not predicted."""
         return self.time.samples_per_s if self.time is not None else 0.0

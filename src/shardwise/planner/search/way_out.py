@@ -22,9 +22,15 @@ Changed = tuple[Plan, Sequence[str], Cluster]
 
 
 def ways_out(
-    spec_for: SpecFor, *, plan: Plan, strategies: Sequence[str], cluster: Cluster, optimizer: str
+    spec_for: SpecFor,
+    *,
+    plan: Plan,
+    strategies: Sequence[str],
+    cluster: Cluster,
+    optimizer: str,
+    host_bytes: int | None = None,
 ) -> list[Candidate]:
-    """Return the smallest change of the plan that fits on these devices.
+    """Return the smallest change of the plan that fits on these devices; `host_bytes`: as in AutoRequest.
 
     If only a tight one does, or one in host memory, it is followed by the fewest devices that fit without it. If none
     does, these are all; if no number of devices does, nothing is.
@@ -46,7 +52,8 @@ def ways_out(
         smaller = max(fitting(ways), key=lambda found: found.batch, default=None)
         if smaller is not None:
             return [smaller]
-    per_unit = _per_unit(spec_for, request=AutoRequest(plan=plan, cluster=cluster, optimizer=optimizer))
+    request = AutoRequest(plan=plan, cluster=cluster, optimizer=optimizer, host_bytes=host_bytes)
+    per_unit = _per_unit(spec_for, request=request)
     if per_unit is not None and not (per_unit.plan.offload_states or per_unit.plan.offload_activations):
         return [per_unit]
     tight = next(fitting(_changes(plan, strategies=strategies, cluster=cluster), "tight"), None)

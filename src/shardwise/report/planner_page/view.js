@@ -30,6 +30,9 @@ const pageView = (page) => {
       found.map((one) => ({ chosen: one === chosen, cells: [one.strategy, `${one.mesh.replicate}×${one.mesh.shard}`, `${one.batch}`, (one.device / GIB).toFixed(1), fitWords[one.fits],
         seconds(one.time.seconds), significant(speed(one.time)[0]), share(one.time.exposed / one.time.seconds), one.time.mfu === null ? "–" : share(one.time.mfu)] })));
     at("command").textContent = command();
+    // Not every model of images has linear layers in its blocks.
+    at("lora").hidden = model.seq === null;
+    at("lora-command").textContent = command(["--lora 16", "--quantize nf4"]);
   }
 
   function drawVerdict() {
@@ -43,7 +46,7 @@ const pageView = (page) => {
       const [least] = [...page.shown.found].sort((one, other) => one.device - other.device);
       heading.textContent = "Nothing fits with these settings";
       at("why").textContent = `The smallest, ${least.strategy}, needs ${gib(least.device)} per GPU; ${gib(planner.capacity(page.shown.asked))} may be used.`;
-      at("also").textContent = isRough ? "" : `${wayText(way)} The command below also tries gradients in 16 bits and host memory.`;
+      at("also").textContent = isRough ? "" : `${wayText(way)} Gradients in 16 bits and host memory may fit as well, which this page does not compute: ${command(["--strategy auto"])}`;
       if (way) at("apply").textContent = `Use ${changeText(way.change)}`;
       return;
     }
@@ -137,13 +140,14 @@ const pageView = (page) => {
     charts.table(at("frontier-table"), ["budget", "plan", unit], points.map(({ budget, label, value }) => ({ cells: [gib(budget), label, value === null ? "–" : significant(value)] })));
   }
 
-  function command() {
+  // `options`: what the page cannot compute, and the command can.
+  function command(options = []) {
     const { per_node: perNode } = page.hardware, nodes = page.state.gpus / perNode;
     const cluster = nodes > 1 ? `${nodes}x${perNode}x${page.state.device}` : `${page.state.gpus}x${page.state.device}`;
     const { model } = page.shown.planner;
     const parts = ["shardwise plan", model.name, `--cluster ${cluster}`, page.state.recompute !== "none" && `--recompute ${page.state.recompute}`, page.state.batch !== null && `--micro-batch ${page.state.batch}`,
       page.state.seq !== null && page.state.seq !== model.seq && `--seq ${page.state.seq}`, page.state.budget !== null && `--budget ${page.state.budget}GiB`,
-      page.training && `--tokens ${page.state.tokens.trim().replaceAll(",", "")}`, page.training?.price && `--price ${page.training.price}`, "--save plan.toml"];
+      page.training && `--tokens ${page.state.tokens.trim().replaceAll(",", "")}`, page.training?.price && `--price ${page.training.price}`, ...options, "--save plan.toml"];
     return parts.filter(Boolean).join(" ");
   }
 

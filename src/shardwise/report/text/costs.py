@@ -43,6 +43,7 @@ def as_data(candidate: Candidate) -> dict[str, Any]:
             "reserved": memory.reserved_bytes,
             "device": memory.device_bytes,
         },
+        "host_bytes": memory.host_bytes,
         "peak_at": memory.peak_at,
         "breakdown_bytes": {
             name: None if name == ACTIVATIONS and not memory.activations_known else memory.breakdown_bytes[name]
@@ -70,12 +71,13 @@ def as_table(candidates: Sequence[Candidate], *, recommended: int | None) -> Tab
     """Return a table with one row per candidate: its peak by category and its time. Unknown columns are left out."""
     has_times = any(one.time is not None for one in candidates)
     has_capacity = any(one.capacity_bytes is not None for one in candidates)
+    host = ["host"] if any(one.memory.host_bytes for one in candidates) else []
     has_tokens = any(one.time is not None and one.time.tokens_per_s_per_gpu is not None for one in candidates)
     unit = byte_unit(max(one.memory.device_bytes for one in candidates), among=(MIB, GIB))
     times = ["step s", "tok/s/GPU" if has_tokens else "samples/s", "comm"] if has_times else []
     bars = "peak of capacity" if has_capacity else "peak by category"
-    heads = ["", "strategy", "batch", bars, unit.name, *times, *(["fits"] if has_capacity else [])]
-    table = plain_table(heads, right=["batch", unit.name, *times], gap=1)
+    heads = ["", "strategy", "batch", bars, unit.name, *host, *times, *(["fits"] if has_capacity else [])]
+    table = plain_table(heads, right=["batch", unit.name, *host, *times], gap=1)
     for index, candidate in enumerate(candidates):
         table.add_row(
             "▶" if index == recommended else "",
@@ -83,6 +85,7 @@ def as_table(candidates: Sequence[Candidate], *, recommended: int | None) -> Tab
             str(candidate.batch),
             _bar(candidate),
             fixed(candidate.memory.device_bytes, unit=unit),
+            *([fixed(candidate.memory.host_bytes, unit=unit) if candidate.memory.host_bytes else "–"] if host else ()),
             *(_times(candidate) if has_times else ()),
             *([Text(candidate.fits, style=_COLOURS[candidate.fits])] if has_capacity else ()),
         )

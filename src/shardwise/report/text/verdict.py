@@ -138,7 +138,7 @@ def _changes(found: Candidate, *, asked: Plan, strategies: Sequence[str], cluste
     """Return the options that differ from the given ones; without --micro-batch the search finds the micro-batch."""
     plan = found.plan
     if found.label:
-        return f"--strategy {found.label}{_in_host_memory(plan)}"
+        return f"--strategy {found.label}{_in_host_memory(found)}"
     options = []
     if plan.precision != asked.precision:
         options.append(f"--precision {plan.precision}")
@@ -161,8 +161,11 @@ def _changes(found: Candidate, *, asked: Plan, strategies: Sequence[str], cluste
     return f"{devices} and {text}" if text else devices
 
 
-def _in_host_memory(plan: Plan) -> str:
-    """Return what a plan keeps in host memory, in brackets; "" if nothing."""
+def _in_host_memory(found: Candidate) -> str:
+    """Return what a plan keeps in host memory, and how much of a node's it is, in brackets; "" if nothing."""
+    plan = found.plan
     places = {"activations": plan.offload_activations, "optimizer states": plan.offload_states}
     kept = [name for name, is_kept in places.items() if is_kept]
-    return f" ({' and '.join(kept)} in host memory, at a speed that is not predicted)" if kept else ""
+    speed = ", at a speed that is not predicted" if found.time is None else ""
+    room = fixed_text(found.node_host_bytes, unit=GIB)
+    return f" ({' and '.join(kept)} in host memory, {room} per node{speed})" if kept else ""

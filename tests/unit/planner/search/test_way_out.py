@@ -45,16 +45,26 @@ def test_a_smaller_micro_batch_comes_with_more_passes() -> None:
     assert (found.batch, found.plan.accumulate) == (6, 2)
 
 
-def test_host_memory_is_named_before_the_fewest_devices_without_it() -> None:
-    plan = Plan(precision="bf16")
+@pytest.mark.parametrize(("host_gib", "num_ranks"), [(None, [1, 2]), (110, [1, 2]), (50, [2]), (0, [2])])
+def test_host_memory_comes_before_more_devices_unless_it_is_too_small(
+    host_gib: int | None, num_ranks: list[int]
+) -> None:
     ways = ways_out(
-        Source("llama-3.1-8b").spec_for, plan=plan, strategies=EVERY, cluster=on("1xh100-80gb"), optimizer="adamw"
+        Source("llama-3.1-8b").spec_for,
+        plan=Plan(precision="bf16"),
+        strategies=EVERY,
+        cluster=on("1xh100-80gb"),
+        optimizer="adamw",
+        host_bytes=None if host_gib is None else host_gib * 2**30,
     )
-    here, larger = ways
-    assert here.plan.offload_states
-    assert here.cluster.num_ranks == 1
-    assert here.time is not None
-    assert (larger.cluster.num_ranks, larger.plan.recompute, larger.plan.reduce_dtype) == (2, "full", "fp32")
+    assert [one.cluster.num_ranks for one in ways] == num_ranks
+    *here, larger = ways
+    assert (larger.plan.recompute, larger.plan.reduce_dtype, larger.node_host_bytes) == ("full", "fp32", 0)
+    for one in here:
+        assert one.plan.offload_states
+        assert one.time is not None
+        # At least two moments and masters of 8.03 billion parameters, in fp32.
+        assert 3 * 4 * 8.03e9 < one.node_host_bytes <= (host_gib or 110) * 2**30
 
 
 def test_more_devices_come_as_they_are_rented() -> None:

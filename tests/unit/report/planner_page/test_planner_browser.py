@@ -159,6 +159,9 @@ def test_download_is_the_file_that_plan_save_writes(opened: Page, tmp_path: Path
 def test_what_does_not_fit_is_refused_with_a_way_out(opened: Page) -> None:
     go(opened, f"model={MODEL}&device=h100-80gb&gpus=1&batch=32&seq=1024&recompute=none&budget=10")
     assert text(opened, "#verdict h2") == "Nothing fits with these settings"
+    asked = f"shardwise plan {MODEL} --cluster 1xh100-80gb --micro-batch 32 --budget 10GiB"
+    assert text(opened, "#also").endswith(f"{asked} --strategy auto --save plan.toml")
+    assert text(opened, "#lora-command") == f"{asked} --lora 16 --quantize nf4 --save plan.toml"
     assert opened.evaluate("document.getElementById('download').disabled")
     opened.evaluate("document.getElementById('apply').click(); plannerPage.settled")
     assert text(opened, "#verdict h2").startswith("Use ")

@@ -175,12 +175,18 @@ def test_a_micro_batch_that_nobody_asked_for_is_not_an_option(found: dict[str, C
     assert no_fit([way_out], asked=Plan(), strategies=["ddp"], cluster=CLUSTER).endswith("with --recompute full")
 
 
-def test_host_memory_comes_without_a_speed_and_with_the_devices_that_do_without_it(found: dict[str, Candidate]) -> None:
-    in_host = replace(found["ddp"], label="auto", plan=Plan(strategy="zero2", offload_states=True))
+def test_host_memory_is_named_with_its_bytes_per_node(found: dict[str, Candidate]) -> None:
+    memory = replace(found["ddp"].memory, host_bytes=3 * 2**30)
+    in_host = replace(found["ddp"], label="auto", plan=Plan(strategy="zero2", offload_states=True), memory=memory)
+    assert no_fit([in_host], asked=Plan(), strategies=EVERY, cluster=CLUSTER) == (
+        f"nothing fits; fits with --strategy auto (optimizer states in host memory, "
+        f"{3 * CLUSTER.devices_per_node:.1f} GiB per node)"
+    )
+    in_host = replace(in_host, time=None)
     larger = replace(found["ddp"], plan=Plan(strategy="fsdp"), cluster=cluster_of("16xh100-80gb"))
     assert no_fit([in_host, larger], asked=Plan(), strategies=EVERY, cluster=CLUSTER) == (
-        "nothing fits; fits with --strategy auto (optimizer states in host memory, at a speed that is not predicted), "
-        "or with 16 devices"
+        "nothing fits; fits with --strategy auto (optimizer states in host memory, "
+        f"{3 * CLUSTER.devices_per_node:.1f} GiB per node, at a speed that is not predicted), or with 16 devices"
     )
 
 
