@@ -32,6 +32,7 @@ VALUES: dict[str, list[Any]] = {
     "offload_activations": [False, True],
     "offload_states": [False, True],
     "offload_update": ["device", "host"],
+    "update": ["step", "backward"],
     "prefetch": [1, 0, 3],
     "reduces_in_flight": [1, 2],
     "bucket_bytes": [25 * 2**20, 1, 100],
@@ -40,7 +41,7 @@ VALUES: dict[str, list[Any]] = {
     "collectives": ["backend", "ring"],
 }
 # How often a key is drawn, where that is less than usual: compiling takes seconds.
-SHARES = {"compile": 0.004, "precision": 0.2, "reduce_dtype": 0.2}
+SHARES = {"compile": 0.004, "update": 0.05, "precision": 0.2, "reduce_dtype": 0.2}
 _USUAL_SHARE = 0.3
 # Keys that change what is computed: results are compared with a ddp job of the same precision, not with one process.
 NARROW = ("precision", "reduce_dtype", "keep_fp32", "fp8_recipe", "fp8_min_features", "keep_bf16", "tile")
@@ -88,7 +89,7 @@ def draw_plan(
     if random.random() < 0.1 and "offload_states" not in plan:
         plan["owned"] = [_OWNED]
     for name in ("offload_states", "offload_activations"):
-        if plan.get(name) and random.random() < 0.5:
+        if plan.get(name) and random.random() < 0.25:
             plan[name] = [random.choice(["(root)", *patterns])]
     if random.random() < 0.1:
         plan["uncaptured"] = [random.choice(patterns)]

@@ -49,7 +49,7 @@ OPTIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "Plan (what is not given is chosen)": (
             *("--strategy", "--goal", "--budget", "--host-memory", "--micro-batch", "--accumulate"),
             *("--accumulate-reduced", "--mesh", "--precision", "--reduce-dtype", "--recompute", "--tile", "--compile"),
-            *("--capture", "--overlap"),
+            *("--update", "--capture", "--overlap"),
         ),
         "Engine, kernels and measured devices": (
             *("--engine", "--like", "--devices", "--here", "--software", "--attention", "--matmul", "--norms"),

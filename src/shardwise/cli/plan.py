@@ -56,6 +56,9 @@ def plan(
             help="Every pass reduces its gradients, as FSDP without no_sync (default: only if it fits no other way).",
         ),
     ] = None,
+    update: Annotated[
+        str, Option(help="step; or backward: as gradients are averaged, without clipping, so that few exist at once.")
+    ] = "step",
     mesh: Annotated[str | None, Option(help="REPLICATExSHARD, such as 8x8 (default: the best of a few).")] = None,
     reduce_dtype: Annotated[
         str | None, Option(help="What gradients are summed in: fp32 (default), bf16 or fp16.")
@@ -169,6 +172,7 @@ def plan(
         micro_batch=micro_batch,
         accumulate=accumulate,
         accumulate_reduced=chosen.accumulate_reduced,
+        update=update,
         mesh=parse_mesh(mesh) or hybrid_mesh(chosen.strategy, cluster=where),
         precision=precision,
         reduce_dtype=chosen.reduce_dtype,

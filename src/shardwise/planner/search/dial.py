@@ -102,7 +102,7 @@ def plan_of(dial: Dial, *, names: Sequence[str], base: Plan) -> Plan:
 def _on_host(dial: Dial, what: str, *, names: Sequence[str]) -> bool | tuple[str, ...]:
     """Return patterns for the units of which something is in host memory; for all, and then the root too, true."""
     picked = [name for name, choice in zip(names, dial.choices, strict=True) if what in choice.host]
-    return len(picked) == len(names) if len(picked) in (0, len(names)) else tuple(name_patterns(picked, among=names))
+    return bool(picked) if len(picked) in (0, len(names)) else tuple(name_patterns(picked, among=names))
 
 
 def _usual(values: Iterable[str]) -> str:

@@ -26,6 +26,7 @@ COMPILED = "compiled"
 HOST_MEASURED = "bound by the host"
 HOST = "bound by a host that was not measured"
 FP8 = "fp8 products assumed twice as fast as bf16's, not measured"
+OFFLOADED = "through host memory, of which few rows were measured"
 FOREIGN = "an engine of which only the extra time is modelled"
 
 PARTS = {
@@ -39,6 +40,7 @@ PARTS = {
     HOST_MEASURED: 0.08,
     HOST: 0.35,
     FP8: 0.25,
+    OFFLOADED: 0.2,
     FOREIGN: 0.2,
 }
 """Fact → share of the time. Those of hosts and engines are wide: hosts differ by a factor of two. That of fp8 is not
@@ -105,6 +107,8 @@ def time_band(
         facts.append(HOST_MEASURED if is_known else HOST)
     if plan.has_fp8 and not _has_fp8_points(cluster.device, recipe=plan.fp8_recipe):
         facts.append(FP8)
+    if plan.offload_states or plan.offload_activations:
+        facts.append(OFFLOADED)
     if system.is_foreign:
         facts.append(FOREIGN)
     return TimeBand(tuple(sorted(facts, key=lambda fact: -PARTS[fact])), slower=slower)

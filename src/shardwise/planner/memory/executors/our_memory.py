@@ -71,7 +71,7 @@ class OurMemory(MemoryExecutor):
             kept = setting.rules.keeps_reduce_buffers and setting.placements[unit].grads is not SHARDED
             if self._has_buffers:
                 found["reduce"] += setting.weight(unit) * states.reduce
-            elif kept or (setting.plan.accumulate > 1 and not self._leaves_at_once(self._bucket_of[unit])):
+            elif kept or (setting.plan.accumulate > 1 and not self._leaves_at_once(unit)):
                 found["grads"] += setting.weight(unit) * (states.reduce if kept else states.grads)
         return found
 
@@ -116,19 +116,19 @@ class OurMemory(MemoryExecutor):
         else:
             self._deliver_replicated(bucket, grads, others)
         summed = self.setting.plan.accumulate > 1 and self.setting.plan.accumulate_reduced
-        if summed and not self._leaves_at_once(bucket):
+        if summed and not self._leaves_at_once(self._members[bucket][0]):
             # Added to those of earlier passes, and freed.
             self._change("grads", -grads, -others)
 
     def _deliver_slices(self, bucket: str, grads: int, others: int) -> None:
-        crossed = self._bucket_bytes("reduce_slice", bucket)[0]
-        if bucket in self._crossing and crossed == grads and not self._leaves_at_once(bucket):
+        crossed, leaves = self._bucket_bytes("reduce_slice", bucket)[0], self._leaves_at_once(self._members[bucket][0])
+        if bucket in self._crossing and crossed == grads and not leaves:
             # The slice has the dtype of the gradients, and becomes them.
             self.changes.append(Recategorize(before="reduce", after="grads", num_bytes=crossed))
             self._change("grads", 0, others)
             return
-        if self._leaves_at_once(bucket):
-            self._send(grads, in_flight=GRADS_IN_FLIGHT if self._is_on_host(bucket) else 0)
+        if leaves:
+            self._send(grads, in_flight=GRADS_IN_FLIGHT if self._is_on_host(self._members[bucket][0]) else 0)
         else:
             self._change("grads", grads, others)
         if bucket in self._crossing:
@@ -136,14 +136,14 @@ class OurMemory(MemoryExecutor):
         else:
             self._release_buffer(bucket)
 
-    def _leaves_at_once(self, bucket: str) -> bool:
-        """Return whether the gradients are used inside backward, or copied to host memory, where they are updated."""
+    def _leaves_at_once(self, unit: str) -> bool:
+        """Return whether gradients are used inside backward, or copied to host memory, where they are updated."""
         plan = self.setting.plan
-        by_cpu = self._is_on_host(bucket) and plan.offload_update == "host"
-        return self._is_sharded(bucket) and (plan.updates_in_backward or by_cpu)
+        by_cpu = self._is_on_host(unit) and plan.offload_update == "host"
+        return self.setting.placements[unit].grads is SHARDED and (plan.updates_in_backward or by_cpu)
 
-    def _is_on_host(self, bucket: str) -> bool:
-        return self._is_sharded(bucket) and self.setting.plan.has_states_on_host(self._members[bucket][0])
+    def _is_on_host(self, unit: str) -> bool:
+        return self.setting.placements[unit].grads is SHARDED and self.setting.plan.has_states_on_host(unit)
 
     def _send(self, grads: int, *, in_flight: int) -> None:
         """Let gradients go; those that leave for host memory, or are read by an update there, stay a little longer."""
