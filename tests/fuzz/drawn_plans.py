@@ -150,8 +150,9 @@ def as_plan(keys: dict[str, Any], *, model: nn.Module) -> Plan:
 
 
 def features(keys: dict[str, Any]) -> set[str]:
-    """Return the features of a plan: each key with its value; patterns count by the key alone."""
-    return {name if name in DRAWN_HERE else f"{name} {value}" for name, value in keys.items() if name not in LEFT_OUT}
+    """Return the features of a plan: each key with its value; patterns count by the key alone, or as true."""
+    plain = {name: True if isinstance(value, list) else value for name, value in keys.items() if name not in LEFT_OUT}
+    return {name if name in DRAWN_HERE else f"{name} {value}" for name, value in plain.items()}
 
 
 def all_features() -> set[str]:
