@@ -71,7 +71,13 @@ def test_a_run_that_ran_out_is_the_run_that_was_resumed_under_the_smaller_plan(p
 
 
 # Nothing is left but to split a pass.
-SMALLEST = {"strategy": "fsdp", "recompute": "full", "offload_activations": True, "offload_states": True}
+SMALLEST = {
+    "strategy": "fsdp",
+    "recompute": "full",
+    "offload_activations": True,
+    "offload_states": True,
+    "offload_update": "host",
+}
 
 
 @pytest.mark.parametrize("length", [{"steps": NUM_STEPS}, *whole({"epochs": 1})])

@@ -52,7 +52,9 @@ def changes(plan: Plan) -> Iterator[Plan]:
     largest_to_least = (plan, most_sharded, least, *_smaller(least))
     if LIMITS[plan.engine].has("offload_states"):
         yield from (replace(one, offload_activations=True) for one in largest_to_least)
-        yield from (replace(one, offload_states=True) for one in largest_to_least if not (one.captures or one.owned))
+        movable = [one for one in largest_to_least if not (one.captures or one.owned or one.updates_in_backward)]
+        for update in ("device", "host"):
+            yield from (replace(one, offload_states=True, offload_update=update) for one in movable)
     if plan.precision == "fp32":
         yield from (replace(one, precision="bf16") for one in largest_to_least)
 
