@@ -1,7 +1,6 @@
 """The executor on seconds: the operations of a step program → instructions for the queues."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import partial
 from typing import assert_never
@@ -13,23 +12,12 @@ from shardwise.planner.overhead import Overhead
 from shardwise.planner.sizes import MASTER_BYTES, UnitSizes
 from shardwise.planner.time.collective import Ring, Rings
 from shardwise.planner.time.compute import copy_seconds, update_seconds
-from shardwise.planner.time.host_link import CPU_UPDATES_PER_S, STREAMED_TENSOR_SECONDS, host_bytes_per_s
+from shardwise.planner.time.host_traffic import HostTraffic
 from shardwise.planner.time.muon_update import muon_seconds
-from shardwise.planner.time.queues import (
-    CALL,
-    COMPUTE,
-    LOAD,
-    SEND,
-    STREAM,
-    SYNC,
-    WAIT,
-    Instruction,
-    WorkSeconds,
-)
+from shardwise.planner.time.queues import CALL, COMPUTE, SEND, WAIT, Instruction, WorkSeconds
 from shardwise.planner.trace_order import skipped_action
 from shardwise.planner.whole_matrices import matrix_sizes
 from shardwise.program import Kind, Operation, Row, Trigger
-from shardwise.program.chunks import GRADS_IN_FLIGHT
 from shardwise.program.compiled_program import Action
 
 # A float64.
@@ -47,6 +35,7 @@ class TimeExecutor:
     overlap      the communication that runs during computation (systems.py)
     num_pieces   number of those pieces; they are numbered before `works`
     members      the units of each bucket
+    host         the traffic with host memory
     """
 
     job: Job
@@ -63,16 +52,22 @@ class TimeExecutor:
     instructions: list[Instruction] = field(default_factory=list)
     ready: set[str] = field(default_factory=set)
     _called: set[str] = field(default_factory=set)
-    # Units whose states are updated in backward, and that nothing has waited for.
-    _streaming: list[str] = field(default_factory=list)
     # Position of the last wait for a gather, by the trigger of its row.
     _last_wait: dict[Trigger, int] = field(default_factory=dict)
+    host: HostTraffic = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._start_host_traffic()
+
+    def _start_host_traffic(self) -> None:
+        self.host = HostTraffic(job=self.job, cluster=self.cluster, sizes=self.sizes, overhead=self.overhead)
 
     def begin(self) -> list[Instruction]:
         """Start a new pass and return its list of instructions."""
         self.instructions, self._last_wait = [], {}
         self.ready.clear()
         self._called.clear()
+        self._start_host_traffic()
         return self.instructions
 
     def action(self, operation: Operation, row: Row) -> Action:
@@ -147,9 +142,9 @@ class TimeExecutor:
             case Kind.FORWARD:
                 # The model's computation is in its trace (pieces.py).
                 self._called.add(name)
-                yield from self._save_before(name)
+                yield from self.host.save_before(name)
             case Kind.BACKWARD:
-                yield from self._bring_saved(name)
+                yield from self.host.bring_saved(name)
             case _:
                 assert_never(kind)
 
@@ -175,8 +170,8 @@ class TimeExecutor:
     def _gather(self, operation: Operation, *, after_step: bool) -> Iterator[Instruction]:
         """Copy or load this rank's slice, and send it."""
         name, ring, num_bytes = operation.subject, self.rings.shard, operation.num_bytes
-        if name in self._on_host:
-            yield self._load(f"gather {name}", num_bytes / self.job.num_slices)
+        if name in self.host.units:
+            yield self.host.load(f"gather {name}", num_bytes / self.job.num_slices)
         else:
             # An update changes only trainable parameters.
             elements = self.sizes[name].trainable if after_step else self.sizes[name].elements
@@ -273,8 +268,8 @@ class TimeExecutor:
             num_bytes //= self.job.num_slices
         if not self.overhead.divides:
             yield self._copy(f"average {name}", 2 * num_bytes, launch=self.overhead.deliver)
-        if self._on_host >= set(units) and self.job.plan.offload_update == "host":
-            yield Instruction(STREAM, f"fetch {name}", 0, 0.0, num_bytes / host_bytes_per_s(self.cluster.device))
+        if self.host.units >= set(units) and self.job.plan.offload_update == "host":
+            yield self.host.fetch(name, num_bytes)
         if self.job.plan.updates_in_backward and self.job.placements[units[0]].grads is SHARDED:
             yield from self._update_unit(units[0])
 
@@ -296,7 +291,7 @@ class TimeExecutor:
             num_elements, num_tensors = num_elements + weight * elements, num_tensors + weight * tensors
             clipped += weight * grads
             in_backward = job.plan.updates_in_backward and job.placements[unit.name].grads is SHARDED
-            if unit.name in self._on_host or in_backward:
+            if unit.name in self.host.units or in_backward:
                 num_elements, num_tensors = num_elements - weight * elements, num_tensors - weight * tensors
         if self.clips:
             yield from self._clip(MASTER_BYTES * clipped)
@@ -306,79 +301,17 @@ class TimeExecutor:
             yield self._work("update matrices", *self._matrices_seconds())
         if refreshed:
             yield self._copy("refresh", refreshed)
-        yield from self._update_on_host()
-
-    # Host memory
-
-    @property
-    def _on_host(self) -> AbstractSet[str]:
-        plan, placements = self.job.plan, self.job.placements
-        return {name for name, one in placements.items() if one.grads is SHARDED and plan.has_states_on_host(name)}
-
-    def _load(self, name: str, num_bytes: float) -> Instruction:
-        seconds = num_bytes / host_bytes_per_s(self.cluster.device)
-        return Instruction(LOAD, name, 0, self.overhead.gather, seconds)
-
-    def _update_on_host(self) -> Iterator[Instruction]:
-        """Pass states through the device, unit by unit in the order of their use; or let the CPU update them all."""
-        job = self.job
-        in_order = [name for name in dict.fromkeys((*job.short.spec.call_order, *self.sizes)) if name in self._on_host]
-        elements = {name: self.sizes[name].trainable / job.num_slices for name in in_order}
-        if in_order and job.plan.offload_update == "host":
-            yield Instruction(SYNC, "gradients")
-            ranks = min(self.cluster.num_ranks, self.cluster.devices_per_node)
-            yield Instruction(CALL, "update", 0, ranks * sum(elements.values()) / CPU_UPDATES_PER_S)
-            return
-        if not job.plan.updates_in_backward:
-            yield from (self._streamed(name) for name in in_order)
+        yield from self.host.update()
 
     def _update_unit(self, name: str) -> Iterator[Instruction]:
-        """Update a unit inside backward, where a few of those in host memory are on their way at a time."""
-        if name in self._on_host:
-            yield self._streamed(name)
-            self._streaming.append(name)
-            if len(self._streaming) > GRADS_IN_FLIGHT:
-                yield Instruction(WAIT, f"update {self._streaming.pop(0)}")
+        """Update a unit inside backward."""
+        if name in self.host.units:
+            yield from self.host.update_in_backward(name)
             return
         sizes, slices = self.sizes[name], self.job.num_slices
-        launch, kernel = self._update_seconds(
-            sizes.trainable // slices, min(sizes.tensors, sizes.tensors // slices + 1)
-        )
+        tensors = min(sizes.tensors, sizes.tensors // slices + 1)
+        launch, kernel = self._update_seconds(sizes.trainable // slices, tensors)
         yield self._work(f"update {name}", launch + self.overhead.step, kernel)
-
-    def _streamed(self, name: str) -> Instruction:
-        """Pass a unit's states through the device, in both directions at once."""
-        sizes, job = self.sizes[name], self.job
-        # The parameters in the compute dtype go out as well.
-        cast = sizes.compute_bytes / sizes.elements if sizes.is_cast else 0
-        each = MASTER_BYTES * (1 + job.optimizer.num_moments) + cast
-        seconds = sizes.trainable / job.num_slices * each / host_bytes_per_s(self.cluster.device, both_ways=True)
-        return Instruction(STREAM, f"update {name}", 0, STREAMED_TENSOR_SECONDS * sizes.tensors, seconds)
-
-    def _save_before(self, unit: str) -> Iterator[Instruction]:
-        """When a unit's forward begins, copy out what the previous one has saved; the one before that must be out."""
-        order = list(self.job.saved_on_host)
-        place = self._place_of_saved(unit)
-        if place is not None and 1 <= place <= len(order):
-            yield Instruction(STREAM, f"save {order[place - 1]}", place - 1 - len(order), self.overhead.gather)
-        if place is not None and place >= 2:
-            yield Instruction(WAIT, f"save {order[place - 2]}")
-
-    def _bring_saved(self, unit: str) -> Iterator[Instruction]:
-        """When a unit's backward begins, copy in what the one before it has saved, and wait for its own."""
-        order = list(self.job.saved_on_host)
-        place = self._place_of_saved(unit)
-        if place is not None and place >= 1:
-            yield Instruction(LOAD, f"saved {order[place - 1]}", place - 1 - len(order), self.overhead.gather)
-        if place is not None and place < len(order):
-            yield Instruction(WAIT, f"saved {unit}")
-
-    def _place_of_saved(self, unit: str) -> int | None:
-        """Return the place of a unit among those that save in host memory; the last one keeps its own."""
-        if not self.job.saved_on_host or not self.job.plan.has_activations_on_host(unit):
-            return None
-        order = list(self.job.saved_on_host)
-        return order.index(unit) if unit in order else len(order)
 
     def _update_seconds(self, num_elements: int, num_tensors: int) -> tuple[float, float]:
         return update_seconds(
