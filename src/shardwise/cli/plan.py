@@ -68,7 +68,9 @@ def plan(
     ] = None,
     host_memory: Annotated[
         str | None,
-        Option(help="Host memory of each node that a plan may use, such as 110GiB; 0: none (default: what it needs)."),
+        Option(
+            help=f"Host memory that a plan may use per node, such as {SIZE_EXAMPLE}; 0: none (default: what it needs)."
+        ),
     ] = None,
     lora: LoraRank = None,
     lora_targets: LoraTargets = None,
