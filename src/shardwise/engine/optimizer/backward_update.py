@@ -12,7 +12,7 @@ from shardwise.engine.core.core import Core
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.flat_buffers import Owned
 from shardwise.engine.optimizer.allocate import allocate_states
-from shardwise.engine.optimizer.streamed_update import StreamedUpdate, empty_stand_in, plain_step
+from shardwise.engine.optimizer.streamed_update import StreamedUpdate, empty_stand_in, group_numbers, plain_step
 from shardwise.errors import InvalidModel
 
 
@@ -41,7 +41,7 @@ class BackwardUpdate:
         self._updated.add(flat)
         flat.writes.before_own()
         for optimizer in self._optimizers:
-            stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            stepped = group_numbers(optimizer)
             parts = [
                 (part, part.parameter.grad)
                 for part in flat.owned
@@ -73,7 +73,7 @@ class BackwardUpdate:
 def _step(flat: FlatParams, parts: list[tuple[Owned, Tensor]], *, optimizer: Optimizer) -> None:
     """Update parts of a flat where they are."""
     stand_in = empty_stand_in(optimizer)
-    number_of = {id(one): number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
+    number_of = group_numbers(optimizer)
     for part, grad in parts:
         # Between two steps the optimizer's own parameters are guarded, for which torch has no fast kernels.
         plain = nn.Parameter(flat.master[part.start : part.stop])

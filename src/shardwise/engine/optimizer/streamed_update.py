@@ -54,6 +54,11 @@ def empty_stand_in(optimizer: Optimizer) -> Optimizer:
     return stand_in
 
 
+def group_numbers(optimizer: Optimizer) -> dict[int, int]:
+    """Return the number of the group of each parameter, by the parameter's id."""
+    return {id(one): number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
+
+
 def plain_step(optimizer: Optimizer) -> None:
     """Run the step of an optimizer's class, without the hooks of its objects."""
     inspect.unwrap(type(optimizer).step)(optimizer)
@@ -61,13 +66,17 @@ def plain_step(optimizer: Optimizer) -> None:
 
 @dataclass(slots=True)
 class _Piece:
-    """The elements `start` to `stop` of a flat's slice: all of an owned part, or some. `is_last`: the end of it."""
+    """The elements `start` to `stop` of a flat's slice: all of an owned part, or some. `is_last`: the end of it.
+
+    `there`: what the optimizer steps for it on the device.
+    """
 
     part: Owned
     grad: Tensor
     start: int
     stop: int
     is_last: bool
+    there: nn.Parameter | None = None
 
 
 @dataclass(slots=True)
@@ -120,7 +129,7 @@ class StreamedUpdate:
     def begin_step(self, optimizer: Optimizer) -> None:
         """Take the gradients of what lives in host memory, which the optimizer's own step then leaves alone."""
         self._give_back()
-        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        stepped = group_numbers(optimizer)
         for flat in self._in_order_of_use():
             for part in flat.owned:
                 grad = part.parameter.grad
@@ -217,11 +226,11 @@ class StreamedUpdate:
     ) -> Optimizer:
         """Return an optimizer of the same class and options for the pieces of a chunk, with their state."""
         stand_in = empty_stand_in(optimizer)
-        number_of = {id(one): number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
+        number_of = group_numbers(optimizer)
         for piece in chunk:
             parameter, offset = piece.part.parameter, piece.start - piece.part.start
             size = piece.stop - piece.start
-            there = nn.Parameter(here[piece.start - first : piece.stop - first])
+            piece.there = there = nn.Parameter(here[piece.start - first : piece.stop - first])
             there.grad = piece.grad[offset : offset + size]
             stand_in.param_groups[number_of[id(parameter)]]["params"].append(there)
             for key, value in optimizer.state.get(parameter, {}).items():
@@ -240,18 +249,16 @@ class StreamedUpdate:
         self, flat: FlatParams, chunk: Sequence[_Piece], stand_in: Optimizer, *, optimizer: Optimizer
     ) -> None:
         """Copy the state of a chunk's pieces to the host, into memory laid out as the master."""
-        pieces = iter([parameter for group in stand_in.param_groups for parameter in group["params"]])
-        number_of = {id(one): number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
-        # The stand-in has the pieces group by group.
-        for piece in sorted(chunk, key=lambda piece: number_of[id(piece.part.parameter)]):
-            parameter, there = piece.part.parameter, next(pieces)
+        for piece in chunk:
+            there = piece.there
+            assert there is not None
             state = stand_in.state[there]
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.shape == there.shape:
                     self._host_state(flat, key, value)[piece.start : piece.stop].copy_(value, non_blocking=True)
             if piece.is_last:
                 # Until here, the other pieces of the part were to find the state from before the step.
-                optimizer.state[parameter] = {
+                optimizer.state[piece.part.parameter] = {
                     key: self._states[flat][key][piece.part.start : piece.part.stop]
                     if isinstance(value, Tensor) and value.shape == there.shape
                     else value
