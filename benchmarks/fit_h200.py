@@ -2,9 +2,9 @@
 
     python benchmarks/fit_h200.py
 
-Measured by `python -m shardwise.hardware.calibrate --rows benchmarks/results/calibrate_h200.json`, and its products in
-fp8 by the same with `--only fp8` and calibrate_fp8_h200.json. What `shardwise calibrate` writes for a user describes a
-whole device; the package has the device already, and takes the calibration.
+Measured by `python -m shardwise.hardware.calibrate --rows benchmarks/results/calibrate_h200.json`, and later its
+products in fp8 and its host memory, by the same with `--only fp8` and `--only host_memory`. What `shardwise calibrate`
+writes for a user describes a whole device; the package has the device already, and takes the calibration.
 """
 
 import json
@@ -12,20 +12,19 @@ from pathlib import Path
 
 from shardwise.hardware.device_file import device_table, write_table
 
-ROWS = Path(__file__).parent / "results" / "calibrate_h200.json"
-# Rows that were measured later; there may be none.
-MORE = Path(__file__).parent / "results" / "calibrate_fp8_h200.json"
+RESULTS = Path(__file__).parent / "results"
+FILES = ("calibrate_h200.json", "calibrate_fp8_h200.json", "calibrate_host_memory_h200.json")
 SHIPPED = Path(__file__).parent.parent / "src/shardwise/hardware/calibrated/h200.toml"
 
 
 def write(path: Path) -> str:
     """Write the calibration; says what it is made of."""
-    measured = json.loads(ROWS.read_text())
-    if MORE.exists():
-        measured["rows"] += json.loads(MORE.read_text())["rows"]
+    first, *later = (json.loads((RESULTS / name).read_text()) for name in FILES)
+    measured = first
+    for more in later:
+        measured = {**more, **measured, "rows": [*measured["rows"], *more["rows"]]}
     calibration = device_table(measured)["device"]["calibration"]
-    files = [ROWS.name, *([MORE.name] if MORE.exists() else [])]
-    calibration["source"] += f": benchmarks/results/{' and '.join(files)}"
+    calibration["source"] += f": benchmarks/results/{', '.join(FILES)}"
     write_table({"calibration": calibration}, path, by="python benchmarks/fit_h200.py")
     return f"{len(measured['rows'])} rows"
 

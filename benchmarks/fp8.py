@@ -40,7 +40,8 @@ from shardwise.spec import ROOT
 from shardwise.tasks import load_task
 from shardwise.units import unit_modules
 
-WARM_UP = 8
+# Until every way is compiled, and captured ways are replayed.
+WARM_UP, CAPTURED_WARM_UP = 8, 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +171,8 @@ def measure(case: Case, *, ranks: int, blocks: int, device: str, collectives: An
     makes = {way: partial(step_of, case, way, device=device, collectives=collectives, said=said) for way in case.ways}
     ratios = [("bf16", way) for way in case.ways if "bf16" in case.ways and way != "bf16"]
     ratios += [(theirs, "tensorwise") for theirs in ("torchao", "fully_shard") if theirs in case.ways]
-    found = measuring.compared(makes, warm_up=WARM_UP, blocks=blocks, ratios=ratios)
+    warm_up = CAPTURED_WARM_UP if case.captured else WARM_UP
+    found = measuring.compared(makes, warm_up=warm_up, blocks=blocks, ratios=ratios)
     said += [f"{way}: the loss is {loss}" for way, loss in found["last_losses"].items() if not isfinite(loss)]
     return {**found, "predicted": {}, "gathered_share": gathered_share(case), "messages": said}
 

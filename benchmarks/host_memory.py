@@ -1,23 +1,31 @@
 """Models that need host memory, on one GPU: `python benchmarks/host_memory.py [--cases NAME …]`.
 
 Full fine-tuning by fused AdamW with fp32 masters, bf16 compute and recomputed blocks, with the device limited to a part
-of its memory. Each way runs in a process of its own; the ways of a case alternate (`--rounds`). Writes
-benchmarks/results/host_memory_h200.json after every case; rows of other cases are kept.
+of its memory. Each way runs in a process of its own (`--together`: all ways of a case in one, which is quicker); the
+ways of a case alternate (`--rounds`). A step's time is that from its end to the next one's on the device, which is not
+waited for in between: updates overlap the next forward, as in training. Writes
+benchmarks/results/host_memory_h200.json after every case; rows of other cases are kept. `--predict` adds what the
+planner says to all of its rows, without a GPU.
 
     auto                the plan that the planner chooses for the limit
     auto backward       the same, with updates inside backward
     host N              ours, with the states of N % of the blocks in host memory
     host N activations  the same, and what blocks save for backward
     cpu N               the same as `host N`, updated by the CPU
+    all on host         ours, with all states and all that blocks save in host memory, nothing recomputed
     fsdp2               torch's fully_shard with CPUOffloadPolicy, fused AdamW on the CPU
     deepspeed R         DeepSpeed ZeRO-3 with the optimizer offloaded by the ratio R, where it can be built
 """
 
+import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import measuring
@@ -28,10 +36,11 @@ from training_case import make_optimizer
 
 import shardwise
 from shardwise import Plan
+from shardwise.engine.offload.pinned import pinned_bytes
 from shardwise.engine.prepared.inventory import held_bytes
 from shardwise.hardware import cluster_of
 from shardwise.planner.search.auto import AutoRequest, solve_plan
-from shardwise.planner.search.candidates import cost
+from shardwise.planner.search.candidates import Candidate, cost
 from shardwise.sources import Source
 from shardwise.spec import ROOT
 from shardwise.tasks import Task, load_task
@@ -44,17 +53,19 @@ HOST_BYTES = 110 * 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """`limit_gib`: device memory that may be used; None: all of it."""
+    """`limit_gib`: device memory that may be used; `share`: the part of what ddp needs. None: all of it."""
 
     model: str
     batch: int = 1
     seq: int = 4096
     limit_gib: float | None = None
+    share: float | None = None
     num_steps: int = 4
     ways: tuple[str, ...] = ("auto",)
 
 
 _GRID = tuple(f"host {share}{more}" for share in (0, 25, 50, 100) for more in ("", " activations"))
+_BUDGETS = ("auto", "host 0", "host 100 activations")
 CASES = {
     "Qwen3-4B in 24 GiB": Case(
         model="qwen3-4b", limit_gib=24, ways=("auto", "auto backward", "fsdp2", "deepspeed 1.0")
@@ -66,6 +77,11 @@ CASES = {
     "Qwen3-0.6B, 262,144 tokens": Case(model="qwen3-0.6b", seq=262144, num_steps=2, ways=("host 0 activations",)),
     "Llama-1B grid": Case(model="llama-3.2-1b", ways=_GRID),
     "Qwen3-1.7B grid": Case(model="qwen3-1.7b", ways=_GRID),
+    **{
+        f"{title} in {share:.0%}": Case(model=model, batch=4, share=share, ways=_BUDGETS)
+        for title, model in (("SmolLM2-1.7B", "smollm2-1.7b"), ("Llama-3B", "llama-3.2-3b"))
+        for share in (0.25, 0.4, 0.6)
+    },
     "tiny": Case(model="llama-tiny", seq=64, ways=("host 50", "cpu 100", "auto backward", "fsdp2")),
 }
 
@@ -74,6 +90,8 @@ def plan_of(case: Case, way: str) -> Plan:
     """Return the plan of one of our ways."""
     if way.startswith("auto"):
         return chosen_plan(case, update="backward" if way == "auto backward" else "step")
+    if way == "all on host":
+        return Plan(strategy="fsdp", precision="bf16", capture="off", offload_states=True, offload_activations=True)
     kind, share, *more = way.split()
     units = [name for name in unit_modules(load_task(case.model, seq=case.seq, device="meta").model) if name != ROOT]
     # The last ones: their updates have the longest time until they are gathered.
@@ -90,13 +108,22 @@ def plan_of(case: Case, way: str) -> Plan:
 
 
 @cache
+def limit_bytes(case: Case) -> int | None:
+    """Return the device memory that may be used; None: all of it."""
+    if case.share is not None:
+        plan = Plan(strategy="ddp", precision="bf16", micro_batch=case.batch, capture="off")
+        return round(case.share * _cost(case, plan).memory.device_bytes)
+    return None if case.limit_gib is None else round(case.limit_gib * 2**30)
+
+
+@cache
 def chosen_plan(case: Case, *, update: str) -> Plan:
     """Return what the planner chooses within the limit, and within most of the host's memory."""
     request = AutoRequest(
         plan=Plan(precision="bf16", strategy="auto", micro_batch=case.batch, update=update, capture="off"),
         cluster=cluster_of("1xh200"),
         optimizer="adamw-fused",
-        budget_bytes=None if case.limit_gib is None else round(case.limit_gib * 2**30),
+        budget_bytes=limit_bytes(case),
         host_bytes=HOST_BYTES,
     )
     return solve_plan(Source(case.model, seq=case.seq).spec_for, request=request).candidate.plan
@@ -107,7 +134,7 @@ def step_of(case: Case, way: str, *, device: str) -> tuple[Callable[[], Tensor],
     torch.manual_seed(0)
     task = load_task(case.model, seq=case.seq, device="meta")
     batch = tuple(torch.randint(200, one.shape, device=device) for one in task.make_batch(case.batch))
-    model, ours = task.model.train(), way not in ("fsdp2",) and not way.startswith("deepspeed")
+    model, ours = task.model.train(), _is_ours(way)
     if way.startswith("deepspeed"):
         return deepspeed_step(task, batch, ratio=float(way.split()[1])), None, None
     if ours:
@@ -193,36 +220,56 @@ def deepspeed_step(task: Task, batch: tuple[Tensor, ...], *, ratio: float) -> Ca
 
 def predicted(case: Case, way: str) -> dict[str, Any]:
     """Return what the planner says of one of our ways."""
-    plan = replace(plan_of(case, way), micro_batch=case.batch)
-    spec = Source(case.model, seq=case.seq).spec_for(plan)
-    found = cost(spec, plan=plan, cluster=cluster_of("1xh200"), optimizer="adamw-fused")
-    seconds = None if found.time is None else found.time.step_seconds
-    memory = found.memory
+    found = _cost(case, replace(plan_of(case, way), micro_batch=case.batch))
+    assert found.time is not None
     return {
-        "step_seconds": seconds,
-        "allocated_bytes": memory.allocated_bytes,
-        "host_bytes": getattr(memory, "host_bytes", 0),
+        "step_seconds": found.time.step_seconds,
+        "allocated_bytes": found.memory.allocated_bytes,
+        "host_bytes": found.memory.host_bytes,
     }
+
+
+def _cost(case: Case, plan: Plan) -> Candidate:
+    spec = Source(case.model, seq=case.seq).spec_for(plan)
+    return cost(spec, plan=plan, cluster=cluster_of("1xh200"), optimizer="adamw-fused")
+
+
+def predict(path: Path) -> None:
+    """Write the planner's answers into all rows of a file. Needs no GPU."""
+    rows = json.loads(path.read_text())["rows"]
+    for row in rows:
+        if not _is_ours(row["way"]):
+            continue
+        row["predicted"] = says = predicted(CASES[row["case"]], row["way"])
+        off = {name: says[name] / row["measured"][name] - 1 for name in says if row["measured"].get(name)}
+        print(
+            f"{row['case']}, {row['way']}: {', '.join(f'{name} {part:+.1%}' for name, part in off.items())}", flush=True
+        )
+    measuring.write_part(path, "rows", rows)
+
+
+def _is_ours(way: str) -> bool:
+    return way.split()[0] not in ("fsdp2", "deepspeed")
 
 
 def measure(case: Case, way: str, *, device: str) -> dict[str, Any]:
     """Run the steps of one way; return times and peaks."""
-    if case.limit_gib is not None and device == "cuda":
+    limit = limit_bytes(case)
+    if limit is not None and device == "cuda":
         total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(case.limit_gib * 2**30 / total)
+        torch.cuda.set_per_process_memory_fraction(limit / total)
     with measuring.job(device):
         began = time.perf_counter()
         step, model, optimizer = step_of(case, way, device=device)
         prepared_seconds = time.perf_counter() - began
-        losses, seconds = [], []
+        losses, ends = [], [_now(device)]
         for number in range(WARM_UP + case.num_steps):
             if number == WARM_UP and device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
-            began = time.perf_counter()
             losses.append(step())
-            if device == "cuda":
-                torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - began)
+            ends.append(_now(device))
+        measuring.settle()
+        seconds = [_between(*pair) for pair in pairwise(ends)]
         row: dict[str, Any] = {
             "prepared_seconds": prepared_seconds,
             "step_seconds": statistics.median(seconds[WARM_UP:]),
@@ -231,29 +278,54 @@ def measure(case: Case, way: str, *, device: str) -> dict[str, Any]:
             **(measuring.peaks() if device == "cuda" else {}),
         }
         if model is not None:
-            row["host_bytes"] = held_bytes(model, optimizer)["host"]
+            row["host_bytes"] = pinned_bytes() if device == "cuda" else held_bytes(model, optimizer)["host"]
         return row
 
 
+def _now(device: str) -> Any:
+    """Return this moment: on a GPU, when it has computed all that was issued so far."""
+    if device != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(earlier: Any, later: Any) -> float:
+    return later - earlier if isinstance(later, float) else earlier.elapsed_time(later) / 1e3
+
+
 def here(name: str) -> None:
-    case_name, way = name.split("|")
+    case_name, *ways = name.split("|")
     case, device = CASES[case_name], "cuda" if torch.cuda.is_available() else "cpu"
-    row = measure(case, way, device=device)
-    told = {"case": case_name, "way": way, "measured": row}
-    if way.split()[0] in ("host", "cpu", "auto"):
-        told["predicted"] = predicted(case, way)
-    workers.tell(told)
+    for way in ways:
+        measuring.free()
+        try:
+            row = measure(case, way, device=device)
+        except torch.OutOfMemoryError as error:
+            print(f"{name}: {measuring.one_line(error)}", file=sys.stderr)
+            continue
+        workers.tell({"case": case_name, "way": way, "measured": row})
 
 
 def main() -> None:
-    given = measuring.options(__doc__, cases=list(CASES)[:4], ways=[], rounds=1, here="", out=None)
+    given = measuring.options(
+        __doc__, cases=list(CASES)[:4], ways=[], rounds=1, together=False, predict=False, here="", out=None
+    )
     if given.here:
         here(given.here)
         return
-    names = [
-        f"{case}|{way}" for _ in range(given.rounds) for case in given.cases for way in given.ways or CASES[case].ways
-    ]
     out = given.out or measuring.RESULTS / "host_memory_h200.json"
+    if given.predict:
+        predict(out)
+        return
+    ways = {case: given.ways or CASES[case].ways for case in given.cases}
+    names = [
+        f"{case}|{way}"
+        for _ in range(given.rounds)
+        for case in given.cases
+        for way in (["|".join(ways[case])] if given.together else ways[case])
+    ]
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for _, rows in workers.in_processes(__file__, names, limit_seconds=400):
         for row in rows:
@@ -263,8 +335,6 @@ def main() -> None:
                 again["measured"]["all_seconds"] += row["measured"]["all_seconds"][WARM_UP:]
                 again["measured"]["step_seconds"] = statistics.median(again["measured"]["all_seconds"][WARM_UP:])
             measuring.show(f"{row['case']}, {row['way']}", {**row["measured"], "losses": None, "all_seconds": None})
-            if "predicted" in row:
-                measuring.show("    predicted", row["predicted"])
             measuring.replace_rows(out, [again], key=lambda one: (one["case"], one["way"]))
 
 

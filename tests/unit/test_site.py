@@ -26,7 +26,7 @@ from shardwise.train.config import SECTIONS
 ROOT = Path(__file__).parents[2]
 REFERENCE = {"reference/python.md", "reference/command-line.md", "reference/config.md"}
 GENERATED = {"index.md", "contributing.md", "changes.md", "planner-page.html", *REFERENCE}
-MODULES = ("pictures", "frontier_picture", "reference", "planner_file")
+MODULES = ("pictures", "line_chart", "fp8_picture", "frontier_picture", "reference", "planner_file")
 
 
 @pytest.fixture
@@ -41,6 +41,11 @@ def test_pictures_are_those_that_the_command_draws(site: dict[str, ModuleType]) 
     for name, draw in site["pictures"].PICTURES.items():
         drawn = (ROOT / "docs" / "images" / name).read_text()
         assert drawn == draw(), f"docs/images/{name} is old: run `python scripts/site/pictures.py`"
+
+
+def test_the_picture_of_losses_in_fp8_is_the_one_that_the_command_draws(site: dict[str, ModuleType]) -> None:
+    drawn = (ROOT / "docs" / "images" / "fp8-losses.svg").read_text()
+    assert drawn == site["fp8_picture"].picture(), "it is old: run `python scripts/site/fp8_picture.py`"
 
 
 @pytest.mark.whole

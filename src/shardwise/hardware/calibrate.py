@@ -1,6 +1,6 @@
 """Measures this device, row by row; fit.py makes its table from the rows.
 
-python -m shardwise.hardware.calibrate --rows ROWS.json [--device cuda|cpu] [--only fp8]
+python -m shardwise.hardware.calibrate --rows ROWS.json [--device cuda|cpu] [--only fp8|host_memory]
 
 A row is a kernel, a kind of layer, an optimizer or a collective at one size, with the seconds that it took.
 """
@@ -17,12 +17,14 @@ import torch
 
 from shardwise.hardware.measure import Stopwatch
 from shardwise.hardware.measure_host import dispatch_rows, update_rows
+from shardwise.hardware.measure_host_memory import measured_host_memory
 from shardwise.hardware.probe import Probe, cpu_probes, cuda_probes
 
 CalibrationRow = dict[str, Any]
 Progress = Callable[[int, int], None]
 
 LIMIT_SECONDS = 240.0
+_HOST_MEMORY = "host_memory"
 
 
 def measure_device(
@@ -34,10 +36,12 @@ def measure_device(
 ) -> dict[str, Any]:
     """Return the measured rows and a description of the device. Kernels left after `limit_seconds` are skipped.
 
-    `only`: nothing but the kernels of this dtype, to be added to a full calibration.
+    `only`: nothing but the kernels of this dtype, or the host memory, to be added to a full calibration.
     """
     began = time.monotonic()
     about = _about(device)
+    if device.type == "cuda" and only in ("", _HOST_MEMORY):
+        about["host_memory"] = measured_host_memory(device).to_data()
     probes = cuda_probes() if device.type == "cuda" else cpu_probes()
     probes = [probe for probe in probes if not only or probe.dtype == only]
     rows: list[CalibrationRow] = [] if only else [*dispatch_rows(device), *update_rows(device)]
@@ -96,7 +100,9 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rows", type=Path, required=True, help="where the measurements go, as JSON")
     parser.add_argument("--limit-seconds", type=float, default=LIMIT_SECONDS)
-    parser.add_argument("--only", default="", help="dtype of the kernels that are measured (default: everything)")
+    parser.add_argument(
+        "--only", default="", help="a dtype, whose kernels are measured, or host_memory (default: everything)"
+    )
     options = parser.parse_args()
     device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
     measured = measure_device(device, limit_seconds=options.limit_seconds, only=options.only)

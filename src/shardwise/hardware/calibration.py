@@ -10,6 +10,7 @@ A TOML table, which fit.py makes from the measurements of `calibrate`:
                           `call`: time until one operation is done, by which the speeds of CPUs are compared
     [update]              optimizer → [seconds to issue, seconds per tensor, bytes per element, share of the peak]
     ranks_per_core        on CPUs: how many ranks share a core; all times include that (default: 1)
+    [host_memory]         copies to and from host memory, and updates there (host_memory_speed.py), where measured
 """
 
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from typing import Any
 
 from shardwise.errors import InvalidCluster
 from shardwise.files.form import Form, anything, each, inside, number, one_of, record_of, refusing, row, string, table
+from shardwise.hardware.host_memory_speed import HOST_MEMORY_SPEED, HostMemorySpeed
 from shardwise.hardware.sourced import KINDS, shipped_table
 
 Points = tuple[tuple[tuple[float, ...], float], ...]
@@ -45,6 +47,7 @@ class Calibration:
     launch_seconds: Mapping[str, tuple[float, float]]
     update: Mapping[str, tuple[float, float, float, float]]
     ranks_per_core: float = 1.0
+    host_memory: HostMemorySpeed | None = None
 
     def as_table(self) -> dict[str, Any]:
         return {
@@ -52,6 +55,7 @@ class Calibration:
             "kind": self.kind,
             "kernel_seconds": self.kernel_seconds,
             **({"ranks_per_core": self.ranks_per_core} if self.ranks_per_core != 1.0 else {}),
+            **({"host_memory": self.host_memory.to_data()} if self.host_memory is not None else {}),
             "reach": dict(self.reach),
             "launch_seconds": {name: list(values) for name, values in self.launch_seconds.items()},
             "update": {name: list(values) for name, values in self.update.items()},
@@ -85,14 +89,16 @@ _FORMS = {
     "kind": one_of(KINDS),
     "ranks_per_core": _ABOVE_0,
     "kernel_seconds": _NUMBER,
+    "host_memory": HOST_MEMORY_SPEED,
     "reach": table(_ABOVE_0),
     "points": table(anything).then(_points),
     # The needed rows stand for operations and optimizers that a table does not name.
     "launch_seconds": table(_numbers(_NUMBER, _NUMBER), needs=["other"]),
     "update": table(_numbers(_NUMBER, _NUMBER, _NUMBER, _ABOVE_0), needs=["adamw-fused"]),
 }
+_OPTIONAL = ("ranks_per_core", "host_memory")
 CALIBRATION = record_of(
-    _FORMS, needs={name: "`shardwise calibrate` writes it" for name in _FORMS if name != "ranks_per_core"}
+    _FORMS, needs={name: "`shardwise calibrate` writes it" for name in _FORMS if name not in _OPTIONAL}
 ).then(lambda values, path: Calibration(**values))
 """The form of a calibration in a file."""
 

@@ -10,6 +10,7 @@ from typing import Any
 from shardwise.errors import InvalidData
 from shardwise.hardware.calibration import Calibration, Points
 from shardwise.hardware.device import Device
+from shardwise.hardware.host_memory_speed import HostMemorySpeed
 from shardwise.hardware.kernel_model import BY_COLUMNS, Kernel, KernelModel, attention, product
 from shardwise.hardware.probe import Probe, probe_of
 from shardwise.hardware.sourced import Sourced
@@ -49,6 +50,7 @@ def fit_calibration(measured: Mapping[str, Any], *, device: Device, source: str)
         launch_seconds=launches_of(rows, kernel_seconds=kernel_seconds, is_host=is_host),
         update=_updates(rows, device=device, is_host=is_host),
         ranks_per_core=max(measured.get("ranks_per_core", 1.0), 1.0),
+        host_memory=HostMemorySpeed(**measured["host_memory"]) if "host_memory" in measured else None,
     )
     groups: dict[str, list[tuple[Kernel, float]]] = defaultdict(list)
     for kernel, seconds in timed:

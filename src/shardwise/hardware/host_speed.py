@@ -14,6 +14,7 @@ from typing import Any
 from shardwise.errors import InvalidData
 from shardwise.files.form import WrongForm, number, record, string, table
 from shardwise.files.keys import key, object_of
+from shardwise.hardware.host_memory_speed import HOST_MEMORY_SPEED, HostMemorySpeed
 from shardwise.hardware.sourced import shipped_table
 
 _SECONDS = number(least=1e-12, most=1e3)
@@ -31,9 +32,10 @@ class HostSpeed:
         ..., "kind of layer → time until its operations are issued", form=table(_BOTH_WAYS, needs=["add"])
     )
     share: float = key(1.0, "elapsed seconds per second on a core: above 1 on a shared core", least=1.0, most=1e6)
+    memory: HostMemorySpeed | None = key(None, "its memory, as a GPU uses it", form=HOST_MEMORY_SPEED)
 
     def to_data(self) -> dict[str, Any]:
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
     @property
     def dispatch_rows(self) -> list[dict[str, Any]]:

@@ -90,6 +90,9 @@ def _run_rank(rank: int, num_ranks: int, device_type: str, folder: str, limit_se
     measured["rows"] += list(collective_rows(device, largest_bytes=_LARGEST_BYTES[device_type]))
     if device_type == "cpu":
         measured["ranks_per_core"] = num_ranks / len(os.sched_getaffinity(0))
+    if "host_memory" in measured:
+        # The CPU updated for all ranks at once.
+        measured["host_memory"]["updates_per_s"] *= num_ranks
     if rank == 0:
         part = Path(folder, "measured.part")
         part.write_text(json.dumps(measured))

@@ -11,12 +11,14 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from shardwise.hardware.host_speed import HostSpeed
 from shardwise.hardware.measure_host import chain_seconds, layer_chains
+from shardwise.hardware.measure_host_memory import measured_host_memory
 
 _PROBE_SECONDS = 3.0
 _NUM_CALLS = 300
@@ -70,12 +72,13 @@ class HostWatch:
 
 
 def probe_host(device: torch.device, *, seconds: float = _PROBE_SECONDS) -> HostSpeed:
-    """Measure how fast the CPU of this process issues work to `device`."""
+    """Measure how fast the CPU of this process issues work to `device`, and the host memory of a GPU."""
     watch = HostWatch(device)
     began = time.perf_counter()
     while time.perf_counter() - began < seconds:
         watch.turn()
-    return watch.speed()
+    memory = measured_host_memory(device) if device.type == "cuda" else None
+    return replace(watch.speed(), memory=memory)
 
 
 def seconds_on_core(seconds: float) -> tuple[float, float]:

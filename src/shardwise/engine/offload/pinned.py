@@ -5,6 +5,7 @@ with CUDA afterwards is as fast, and is there ten times as soon.
 """
 
 import mmap
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,14 @@ class _Registered(mmap.mmap):
             torch.cuda.cudart().cudaHostUnregister(self.address)  # type: ignore[no-untyped-call]
 
 
+_registered: weakref.WeakSet[_Registered] = weakref.WeakSet()
+
+
+def pinned_bytes() -> int:
+    """Return the pinned memory of this process that is in use, or kept for the next copies."""
+    return sum(map(len, _registered))
+
+
 def _pinned(num_bytes: int) -> _Registered:
     memory = _Registered(-1, num_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -34,6 +43,7 @@ def _pinned(num_bytes: int) -> _Registered:
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     torch.cuda.check_error(int(cudart.cudaHostRegister(found.data_ptr(), num_bytes, 0)))
     memory.address = found.data_ptr()
+    _registered.add(memory)
     return memory
 
 

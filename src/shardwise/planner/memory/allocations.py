@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from shardwise.planner.memory.column_sum import ColumnSum
-from shardwise.planner.memory.replay import Change, MemoryChange, MemoryRow, Recategorize, TakeGrads
+from shardwise.planner.memory.replay import Change, MemoryChange, MemoryRow, MoveSaved, Recategorize, TakeGrads
 from shardwise.spec import ROOT
 from shardwise.spec.law import Line
 from shardwise.spec.step import IN_UNIT, Act, StorageEvent, What
@@ -50,6 +50,7 @@ class Ledger:
     _buffers: dict[tuple[str, int, int], deque[list[int]]] = field(default_factory=lambda: defaultdict(deque))
     # Slots of the model's storages by unit and number; storages by law, for releases by another unit.
     _storages: dict[tuple[str, int], int] = field(default_factory=dict)
+    _sizes: dict[int, Line | ColumnSum] = field(default_factory=dict)
     _by_size: dict[Line, list[tuple[str, int]]] = field(default_factory=lambda: defaultdict(list))
     _grads: dict[str, dict[tuple[str, int], int]] = field(default_factory=lambda: defaultdict(dict))
 
@@ -85,6 +86,7 @@ class Ledger:
     def _allocate(self, size: Line | ColumnSum, *, stream: str = "") -> int:
         self._num_slots += 1
         self.entries.append((self._num_slots, size, stream))
+        self._sizes[self._num_slots] = size
         return self._num_slots
 
     def _release(self, slots: Iterable[int]) -> None:
@@ -93,6 +95,8 @@ class Ledger:
     def _change(self, change: MemoryChange) -> None:
         if isinstance(change, TakeGrads):
             self._release(self._grads.pop(change.unit, {}).values())
+        elif isinstance(change, MoveSaved):
+            self._move_saved(change)
         elif isinstance(change, Recategorize):
             held = self._buffers[change.before, change.num_bytes, 0]
             if held:
@@ -111,6 +115,15 @@ class Ledger:
             held = self._buffers[change.category, -change.const, -change.per_sample]
             if held:
                 self._release(held.popleft())
+
+    def _move_saved(self, change: MoveSaved) -> None:
+        """Release the storages that a unit has left behind; or allocate them again, for backward to release."""
+        for key, slot in self._storages.items():
+            if key[0] == change.unit:
+                if change.to_host:
+                    self._release([slot])
+                else:
+                    self._storages[key] = self._allocate(self._sizes[slot])
 
     def _stream_of(self, change: Change) -> str:
         if change.category == "gathered" and self.has_unit_graphs:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from shardwise.plan import Plan
 from shardwise.planner.memory.constants import MemoryRules
 from shardwise.planner.memory.executors.setting import MemoryExecutor
-from shardwise.planner.memory.replay import Change, MemoryRow
+from shardwise.planner.memory.replay import Change, MemoryRow, MoveSaved
 from shardwise.planner.memory.stream_peak import StreamPeak
 from shardwise.planner.trace_order import Key, TracedStep, keys_in_order
 from shardwise.program import StepProgram, Trigger
@@ -67,15 +67,14 @@ class _Offload:
         self._saved = saved
         self._order = list(saved)
 
-    def at(self, key: Key) -> Iterator[Change]:
+    def at(self, key: Key) -> Iterator[MoveSaved]:
         trigger, unit, _ = key
         if unit not in self._saved:
             return
         place = self._order.index(unit)
         if place == 0:
             return
-        saved = self._saved[self._order[place - 1]]
-        if trigger == Trigger.AFTER_FORWARD.value:
-            yield Change("activations", -saved.const, -saved.per_sample)
-        elif trigger == Trigger.BEFORE_BACKWARD.value:
-            yield Change("activations", saved.const, saved.per_sample)
+        earlier = self._order[place - 1]
+        if trigger in (Trigger.AFTER_FORWARD.value, Trigger.BEFORE_BACKWARD.value):
+            to_host = trigger == Trigger.AFTER_FORWARD.value
+            yield MoveSaved(unit=earlier, num_bytes=self._saved[earlier], to_host=to_host)

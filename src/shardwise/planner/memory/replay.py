@@ -47,7 +47,16 @@ class TakeGrads:
     unit: str
 
 
-MemoryChange = Change | TakeGrads | Recategorize
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveSaved:
+    """What a unit's forward has saved leaves for host memory, or comes back."""
+
+    unit: str
+    num_bytes: Line
+    to_host: bool
+
+
+MemoryChange = Change | TakeGrads | Recategorize | MoveSaved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +142,9 @@ class _Replay:
             self.const[_INDEX[change.before]] -= change.num_bytes
             self.const[_INDEX[change.after]] += change.num_bytes
             return
+        if isinstance(change, MoveSaved):
+            factor = -1 if change.to_host else 1
+            change = Change(ACTIVATIONS, factor * change.num_bytes.const, factor * change.num_bytes.per_sample)
         index = _INDEX[change.category]
         self.const[index] += change.const
         self.per_sample[index] += change.per_sample

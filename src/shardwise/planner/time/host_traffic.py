@@ -9,7 +9,7 @@ from shardwise.plan.placement import SHARDED
 from shardwise.planner.job import Job
 from shardwise.planner.overhead import Overhead
 from shardwise.planner.sizes import MASTER_BYTES, UnitSizes
-from shardwise.planner.time.host_link import CPU_UPDATES_PER_S, STREAMED_TENSOR_SECONDS, host_bytes_per_s
+from shardwise.planner.time.host_link import STREAMED_TENSOR_SECONDS, host_bytes_per_s, host_memory_speed
 from shardwise.planner.time.queues import CALL, LOAD, STREAM, SYNC, WAIT, Instruction
 from shardwise.program.chunks import GRADS_IN_FLIGHT
 
@@ -32,12 +32,12 @@ class HostTraffic:
         return frozenset(name for name, one in places.items() if one.grads is SHARDED and plan.has_states_on_host(name))
 
     def load(self, name: str, num_bytes: float) -> Instruction:
-        seconds = num_bytes / host_bytes_per_s(self.cluster.device)
+        seconds = num_bytes / host_bytes_per_s(self.cluster)
         return Instruction(LOAD, name, 0, self.overhead.gather, seconds)
 
     def fetch(self, name: str, num_bytes: float) -> Instruction:
         """Copy gradients to the CPU, which updates with them."""
-        return Instruction(STREAM, f"fetch {name}", 0, 0.0, num_bytes / host_bytes_per_s(self.cluster.device))
+        return Instruction(STREAM, f"fetch {name}", 0, 0.0, num_bytes / host_bytes_per_s(self.cluster))
 
     def update(self) -> Iterator[Instruction]:
         """Pass states through the device, unit by unit in the order of their use; or let the CPU update them all."""
@@ -47,7 +47,9 @@ class HostTraffic:
             yield Instruction(SYNC, "gradients")
             ranks = min(self.cluster.num_ranks, self.cluster.devices_per_node)
             elements = sum(self.sizes[name].trainable for name in in_order) / job.num_slices
-            yield Instruction(CALL, "update", 0, ranks * elements / CPU_UPDATES_PER_S)
+            yield Instruction(
+                CALL, "update", 0, ranks * elements / host_memory_speed(self.cluster.device).updates_per_s
+            )
         elif not job.plan.updates_in_backward:
             yield from (self._streamed(name) for name in in_order)
 
@@ -64,7 +66,7 @@ class HostTraffic:
         # The parameters in the compute dtype go out as well.
         cast = sizes.compute_bytes / sizes.elements if sizes.is_cast else 0
         each = MASTER_BYTES * (1 + job.optimizer.num_moments) + cast
-        seconds = sizes.trainable / job.num_slices * each / host_bytes_per_s(self.cluster.device, both_ways=True)
+        seconds = sizes.trainable / job.num_slices * each / host_bytes_per_s(self.cluster, both_ways=True)
         return Instruction(STREAM, f"update {name}", 0, STREAMED_TENSOR_SECONDS * sizes.tensors, seconds)
 
     # What backward needs. The seconds depend on the batch, and are the last works of a step (step_time.py).

@@ -183,8 +183,7 @@ def _works(prepared: _Prepared, *, batch: int) -> list[WorkSeconds]:
             else piece
             for (trigger, unit), piece in zip(keys, pieces, strict=True)
         ]
-    device = prepared.cluster.device
-    saved = [line.at(batch) / host_bytes_per_s(device) for line in job.saved_on_host.values()]
+    saved = [line.at(batch) / host_bytes_per_s(prepared.cluster) for line in job.saved_on_host.values()]
     return [*pieces, *prepared.schedule.works, *(WorkSeconds(0.0, seconds, seconds) for seconds in saved)]
 
 
