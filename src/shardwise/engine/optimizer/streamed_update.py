@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from shardwise.engine.core.core import Core
 from shardwise.engine.core.flat import FlatParams, set_grad
 from shardwise.engine.core.flat_buffers import Owned
+from shardwise.engine.optimizer.allocate import allocate_states
 from shardwise.engine.optimizer.known import ELEMENTWISE, name_of
 from shardwise.engine.optimizer.update_chunks import ChunkSlot, Piece, UpdateStreams, chunks
 from shardwise.errors import InvalidPlan
@@ -89,6 +90,10 @@ class StreamedUpdate:
     def flats(self) -> list[FlatParams]:
         """The flats whose states pass through the device."""
         return [flat for flat in self._core.flats if flat.host is not None and flat.host.keeps_grads]
+
+    def allocate_others(self, optimizer: Optimizer) -> None:
+        """Allocate the state of everything else, which stays on the device, before the first update."""
+        allocate_states(optimizer, without={id(part.parameter) for flat in self.flats for part in flat.owned})
 
     def settle(self) -> None:
         """Wait until all updates have written host memory, before anything reads it there."""
