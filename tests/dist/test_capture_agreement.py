@@ -143,6 +143,35 @@ def test_what_one_rank_would_overwrite_costs_all_ranks_their_graphs_and_they_cap
     assert [step for step, replayed in enumerate(one) if not replayed] == [0, 1, 2, 3, 7, 8, 14, 15, 16]
 
 
+HOST = {
+    "states": {"offload_states": True},
+    "states of a unit": {"offload_states": ["second"]},
+    "states, replicated parameters": {"offload_states": True, "strategy": "zero2"},
+    "activations": {"offload_activations": True},
+}
+
+
+def with_units_on_the_host(rank: int, settings: dict[str, Any]) -> list[bool]:
+    """The same training, captured with units in host memory and ordinary without."""
+
+    def batches(step: int) -> tuple[Tensor, Tensor]:
+        return batch(step, rank=rank, padded=rank == 1 and step == 7)
+
+    usual = {"strategy": "fsdp", "units": "class:Linear", "batches": batches, "steps": 12}
+    captured = trained(Looking(), captured=True, **{**usual, **settings})
+    ordinary = trained(Looking(), captured=False, **usual)
+    assert captured[0] == ordinary[0]
+    assert all(torch.equal(captured[1][name], ordinary[1][name]) for name in ordinary[1])
+    return captured[2]
+
+
+@pytest.mark.parametrize("name", HOST)
+def test_steps_with_units_in_host_memory_are_replayed_to_the_same_bits(name: str) -> None:
+    one, other = run_ranks(with_units_on_the_host, num_ranks=2, args=(HOST[name],))
+    assert one == other
+    assert [step for step, replayed in enumerate(one) if not replayed] == [0, 1, 2, 3, 7]
+
+
 class Block(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(super().forward(x))

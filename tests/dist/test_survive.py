@@ -56,6 +56,19 @@ def test_the_step_runs_again_as_if_it_had_begun_under_the_smaller_plan(
         assert differences(result, alone[rank]) == []
 
 
+def test_units_move_to_host_memory_as_few_as_are_needed() -> None:
+    plan = Plan(recompute="full")
+    points = [Point(rank=1, step=step, number=1, place=0.6, phase="backward") for step in (1, 3, 4)]
+    found = run_ranks(survived, num_ranks=2, args=("gpt", "adamw fused", plan, points))
+    plans, said, _ = found[0]
+    assert [plan.offload_states for plan in plans] == [False] * 3 + [("blocks.2",)] + [("blocks.1", "blocks.2")] * 2
+    assert [plan.offload_activations for plan in plans] == [False] + [True] * 5
+    assert "offload_states = ['blocks.2']" in said[1]
+    alone = run_ranks(expected, num_ranks=2, args=("gpt", "adamw fused", plan, plans))
+    for rank, (_, _, result) in enumerate(found):
+        assert differences(result, alone[rank]) == []
+
+
 def first_step(rank: int, points: list[Point]) -> Any:
     run = Run("gpt", "groups", Plan(), points, rank=rank)
     losses = [run.take(step) for step in range(3)]

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from capture_cases import Masked, gpt_batch, masked_batch, masked_loss, run
+from torch import Tensor, nn
 
 import shardwise
 from shardwise import Plan
@@ -42,7 +43,7 @@ def tokens(step: int) -> Tensor:
 
 
 def adamw(params: Any, **options: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=1e-3, **{"fused": True, **options})
+    return torch.optim.AdamW(params, **{"lr": 1e-3, "fused": True, **options})
 
 
 def train(
@@ -65,6 +66,10 @@ def train(
                 loss.backward()
         if more.get("clip"):
             shardwise.clip_grad_norm_(model, 0.1)
+        if more.get("schedule"):
+            # On the device, while the update of the last step may still be in flight.
+            for group in optimizer.param_groups:
+                group["lr"].fill_(1e-3 / (1 + step))
         optimizer.step()
         optimizer.zero_grad(set_to_none=to_none)
         if averages is not None:
@@ -81,6 +86,10 @@ LOOPS: dict[str, dict[str, Any]] = {
     "accumulated, clipped": {"passes": 2, "clip": True},
     "gradients set to zero": {"to_none": False},
     "averages": {"ema": True},
+    "a schedule on the device": {
+        "make": lambda params: adamw(params, lr=torch.tensor(1e-3, device="cuda"), capturable=True),
+        "schedule": True,
+    },
 }
 
 
@@ -100,6 +109,132 @@ def test_other_plans_give_the_same_bits(plan: dict[str, Any]) -> None:
     expected = train(Plan(precision="bf16"))
     found = train(Plan(**{"precision": "bf16", "offload_states": True, **plan}))
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+SOME = ("blocks.3", "blocks.4", "(root)")
+
+
+@pytest.mark.parametrize("states", [False, True, SOME], ids=["on the device", "all", "some"])
+@pytest.mark.parametrize("loop", ["fused", "foreach", "sgd", "a schedule on the device"])
+def test_updates_inside_backward_give_the_same_bits(loop: str, states: Any) -> None:
+    usual = {"strategy": "fsdp", "precision": "bf16", "recompute": "full"}
+    expected = train(Plan(**usual), **LOOPS[loop])
+    found = train(Plan(**usual, offload_states=states, update="backward"), **LOOPS[loop])
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def peak_bytes(plan: Plan) -> tuple[int, int]:
+    """Return the most that was allocated from the third step on, and the bytes of all gradients."""
+    torch.manual_seed(0)
+    model = build_model(SHAPE, device="cuda")
+    num_bytes = 4 * sum(parameter.numel() for parameter in model.parameters())
+    model, optimizer = shardwise.prepare(model, adamw(model.parameters()), plan)
+    for step in range(4):
+        if step == 2:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        model(tokens(step)).float().logsumexp(-1).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated(), num_bytes
+
+
+@pytest.mark.parametrize("states", [False, True], ids=["on the device", "in host memory"])
+def test_updates_inside_backward_need_no_full_set_of_gradients(states: bool) -> None:
+    usual = {"precision": "bf16", "recompute": "full", "capture": "off", "offload_states": states}
+    (at_the_end, grads), (inside, _) = (peak_bytes(Plan(**usual, update=update)) for update in ("step", "backward"))
+    # Gradients of at most three of the six blocks exist at once.
+    assert inside < at_the_end - grads // 3
+
+
+# Steps as graphs. The first replay is compared, and so is the tenth: both are ordinary steps.
+
+HOST: dict[str, dict[str, Any]] = {
+    "states": {"offload_states": True},
+    "states of a unit": {"offload_states": ["blocks.1"]},
+    "replicated parameters": {"strategy": "zero2", "offload_states": True},
+    "recomputed": {"offload_states": True, "recompute": "full"},
+}
+
+
+def schedule(model: nn.Module, optimizer: Any, step: int) -> None:
+    for group in optimizer.param_groups:
+        group["lr"].fill_(1e-3 / (1 + step))
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("host", HOST)
+def test_captured_steps_update_states_in_host_memory(host: str, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streamed_update, "CHUNK_ELEMENTS", 30_000)
+    usual = {"strategy": "fsdp", "precision": "bf16"}
+    options: dict[str, Any] = {"steps": 18, "passes": passes, "between": schedule}
+    expected = run(Plan(**usual, capture="off"), **options)
+    found = run(Plan(**{**usual, "capture": "on", **HOST[host]}), **options)
+    assert sum(found.replayed) >= 12
+    assert found.same_as(expected)
+
+
+def test_captured_steps_whose_guard_fails_leave_states_in_host_memory_alone() -> None:
+    options: dict[str, Any] = {
+        "make_model": Masked,
+        "loss": masked_loss,
+        "batch": lambda step: masked_batch(step, padded=lambda number: number in (8, 12)),
+        "steps": 16,
+    }
+    expected = run(Plan(strategy="fsdp", capture="off"), **options)
+    found = run(Plan(strategy="fsdp", capture="on", offload_states=True), **options)
+    assert sum(found.replayed) >= 8
+    assert not found.replayed[8]
+    assert found.same_as(expected)
+
+
+def test_values_are_read_and_plans_changed_between_captured_steps() -> None:
+    read: list[Tensor] = []
+
+    def between(model: nn.Module, optimizer: Any, step: int) -> None:
+        if step == 7:
+            # Right after a replay, whose update may still be writing host memory.
+            state = shardwise.full_state_dict(model, optimizer)["model"]
+            read.append(torch.cat([value.flatten().float() for value in state.values()]))
+        elif step == 9:
+            with torch.no_grad():
+                read.append(model(gpt_batch(99)[0]).float().sum())
+        elif step in (11, 17):
+            plan = usual if step == 11 else changed
+            shardwise.replan(model, Plan(**plan, capture=capture))
+
+    usual = {"strategy": "fsdp", "precision": "bf16"}
+    changed = {**usual, "offload_states": ["blocks.0"]}
+    capture = "off"
+    expected, seen = run(Plan(**usual, capture="off"), steps=24, between=between), list(read)
+    capture = "on"
+    read.clear()
+    found = run(Plan(**usual, capture="on", offload_states=True), steps=24, between=between)
+    assert sum(found.replayed) >= 8
+    assert found.same_as(expected)
+    assert all(torch.equal(one, other) for one, other in zip(read, seen, strict=True))
+
+
+def test_captured_steps_copy_activations_to_host_memory_and_back() -> None:
+    shape = GPTShape(num_layers=3, width=1024, num_heads=8, vocab_size=256, max_seq=64)
+    options: dict[str, Any] = {
+        "make_model": lambda: build_model(shape, device="cpu"),
+        "batch": lambda step: gpt_batch(step, size=16),
+        "steps": 14,
+    }
+    usual = {"strategy": "fsdp", "precision": "bf16"}
+    expected = run(Plan(**usual, capture="off"), **options)
+    for host in ({"offload_activations": True}, {"offload_activations": ["blocks.0"], "offload_states": True}):
+        found = run(Plan(**usual, capture="on", **host), **options)
+        assert sum(found.replayed) >= 8
+        assert found.same_as(expected)
+
+
+def test_auto_captures_units_where_states_live_in_host_memory() -> None:
+    found = run(Plan(strategy="fsdp", precision="bf16", offload_states=True), steps=12)
+    assert any("units are, so that updates of states in host memory overlap" in line for line in found.lines)
+    assert not any(found.replayed)
 
 
 def test_pinned_memory_has_the_size_that_was_asked_for() -> None:

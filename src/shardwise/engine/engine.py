@@ -86,7 +86,8 @@ class Engine:
 
     def wrap(self) -> None:
         """Wrap the units' forwards as the plan says."""
-        self.undo = wrap_units(self.core.model, units=self.core.units, plan=self.plan, device=self.device)
+        core = self.core
+        self.undo = wrap_units(core.model, units=core.units, plan=core.plan, device=self.device, events=core.events)
         self.graphs = unit_graphs_of(self.core, optimizers=self.owned.group_names)
         if self.graphs is not None:
             # Outermost: a graph contains compiled code and recomputation.

@@ -24,6 +24,7 @@ from shardwise.vocabulary.auto_solver import auto_solver
 from shardwise.vocabulary.html_table import html_table
 
 _RECOMPUTES = ("none", "full", "selective")
+_NOT_UNDONE = "update = 'backward': a replay that is undone would have updated"
 _OWNED_MOVE = "parameters that one rank owns get new memory in each update"
 _CAPTURE_WORD = one_of(("auto", "on", "units", "off"))
 _CAPTURE = Form(
@@ -174,10 +175,12 @@ class Plan:
     def _check_combination(self) -> None:
         check_settings(self)
         hindrance = self._capture_hindrance()
-        if self.capture == "on" and hindrance:
+        if self.captures and hindrance:
             raise InvalidPlan(
                 f"capture = 'on' with {hindrance}: such a step waits for the device; set capture = 'auto' or 'off'"
             )
+        if self.captures and self.updates_in_backward:
+            raise InvalidPlan(f"capture = 'on' with {_NOT_UNDONE}; set capture = 'auto' or 'off'")
         if self.is_auto and (self.overrides or self.recompute_overrides):
             raise InvalidPlan("strategy = 'auto' chooses for each unit: leave overrides and recompute_overrides out")
         if self.owned and self.offload_states:
@@ -252,9 +255,8 @@ class Plan:
     def _capture_hindrance(self) -> str:
         settings = {
             "dynamic = true": self.dynamic,
-            "offload_states": bool(self.offload_states),
+            "offload_update = 'host'": bool(self.offload_states) and self.offload_update == "host",
             "precision = 'fp16'": self.precision == "fp16",
-            "update = 'backward'": self.updates_in_backward,
         }
         return next((setting for setting, holds in settings.items() if holds), "")
 
@@ -263,7 +265,11 @@ class Plan:
         hindrance = self._capture_hindrance()
         if hindrance:
             return f"with {hindrance} a step waits for the device"
-        if self.offload_activations:
+        if self.updates_in_backward:
+            return _NOT_UNDONE
+        if self.offload_states and not self.captures:
+            return "units are, so that updates of states in host memory overlap the next forward"
+        if self.offload_activations and not self.captures:
             return "offload_activations"
         if self.owned:
             return _OWNED_MOVE

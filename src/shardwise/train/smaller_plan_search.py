@@ -14,7 +14,7 @@ from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.planner.search.auto import AutoRequest, NoPlanFits, solve_plan
 from shardwise.planner.search.candidates import Candidate, SpecFor, cost
-from shardwise.planner.search.nearest import changes
+from shardwise.planner.search.nearest import changes, fewest_on_host, host_units
 
 # A smaller plan needs at most this share of the memory.
 _LESS = 0.9
@@ -69,7 +69,7 @@ class SmallerPlanSearch:
         else:
             same = [changed for changed in changes(plan) if changed.precision == plan.precision]
             keeping, split = (
-                self._first_fit((p for p in same if keeps_passes(p, of=plan) is keeps), budget_bytes=budget)
+                self._first_fit(plan, (p for p in same if keeps_passes(p, of=plan) is keeps), budget_bytes=budget)
                 for keeps in (True, False)
             )
         return SmallerPlan(before=before, found=_faster(keeping, split))
@@ -90,9 +90,16 @@ class SmallerPlanSearch:
                 continue
         return None
 
-    def _first_fit(self, plans: Iterable[Plan], *, budget_bytes: int) -> Candidate | None:
-        candidates = (self._cost(plan) for plan in plans)
-        return next((found for found in candidates if found.memory.device_bytes <= budget_bytes), None)
+    def _first_fit(self, before: Plan, plans: Iterable[Plan], *, budget_bytes: int) -> Candidate | None:
+        """Return the first plan that fits, with as few units in host memory as that takes."""
+
+        def fits(plan: Plan) -> bool:
+            return self._cost(plan).memory.device_bytes <= budget_bytes
+
+        plan = next(filter(fits, plans), None)
+        if plan is None:
+            return None
+        return self._cost(fewest_on_host(plan, before=before, names=host_units(self.spec_for(plan)), fits=fits))
 
     def _cost(self, plan: Plan) -> Candidate:
         return cost(self.spec_for(plan), plan=plan, cluster=self.cluster, optimizer=self.optimizer)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.engine.optimizer.allocate import allocate_states
+from shardwise.engine.engine import engine_of
 from shardwise.engine.optimizer.scaler import GradScaler
 from shardwise.engine.out_of_memory.smaller_plan import smaller_plan
 from shardwise.engine.out_of_memory.survive import NoGuard, StepGuard, StepUndone, Surviving, warn
@@ -156,5 +156,5 @@ def step_guard(model: nn.Module, optimizer: Optimizer) -> StepGuard:
     engine = require_engine(model)
     engine.check("step", model, argument="survive")
     engine.adopt(model, optimizer)
-    allocate_states(optimizer)
+    engine_of(model).owned.streamed.allocate_others(optimizer)
     return StepGuard(model)

@@ -24,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from shardwise.engine.activations.recompute import is_recomputed, replace_forward
 from shardwise.engine.activations.saved import Kept, SavedTensor, detach
 from shardwise.engine.core.flat_buffers import unguarded
+from shardwise.engine.core.step_events import StepEvents
 from shardwise.engine.offload.transfer import Lane, lane_of
 
 # It is cheaper to keep smaller storages than to copy them.
@@ -216,6 +217,34 @@ class ActivationOffload:
             if number < before:
                 self.lane.wait(event)
                 del self._incoming[key]
+
+    # Steps as graphs
+
+    def listen(self, events: StepEvents) -> Callable[[], None]:
+        """Be ready for steps that are recorded as graphs; return the undo."""
+        pairs = (
+            (events.streams_meet, self._join),
+            (events.recording_begins, self.lane.keep_memory),
+            (events.recording_ended, self._forget),
+        )
+        for event, hear in pairs:
+            event.append(hear)
+
+        def undo() -> None:
+            for event, hear in pairs:
+                event.remove(hear)
+
+        return undo
+
+    def _join(self) -> None:
+        """Let the computation wait for all copies, between two passes: those in flight are not needed any more."""
+        self.lane.join()
+        self._forget()
+
+    def _forget(self) -> None:
+        self.lane.forget()
+        self._outgoing.clear()
+        self._incoming.clear()
 
 
 class _Call:

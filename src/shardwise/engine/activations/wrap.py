@@ -11,13 +11,14 @@ from shardwise.engine.activations.recompute import recompute_unit
 from shardwise.engine.activations.saved import Kept
 from shardwise.engine.activations.tiled import tile_modules
 from shardwise.engine.core.precision import torch_dtype
+from shardwise.engine.core.step_events import StepEvents
 from shardwise.engine.core.unit import Unit
 from shardwise.plan import Plan
 from shardwise.vocabulary.dtypes import PRECISIONS
 
 
 def wrap_units(
-    model: nn.Module, *, units: Mapping[str, Unit], plan: Plan, device: torch.device
+    model: nn.Module, *, units: Mapping[str, Unit], plan: Plan, device: torch.device, events: StepEvents
 ) -> list[Callable[[], None]]:
     """Wrap each unit's forward as the plan says; return the functions that undo it, to be called in reverse order."""
     undo: list[Callable[[], None]] = []
@@ -27,6 +28,8 @@ def wrap_units(
     # Inside of recomputation: a recomputation runs the compiled code again.
     undo += compile_units({name: unit.module for name, unit in units.items()}, plan=plan)
     offload = ActivationOffload(model, device=device) if plan.offload_activations else None
+    if offload is not None:
+        undo.append(offload.listen(events))
     for name, unit in units.items():
         mode, on_host = plan.recompute_of(name), plan.has_activations_on_host(name)
         if mode != "none":

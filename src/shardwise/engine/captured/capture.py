@@ -114,8 +114,8 @@ class _WithRates:
         self._rates: list[Tensor] = []
 
     def __call__(self, *inputs: Any) -> Any:
-        # Another plan may have moved what is stepped to host memory, where rates on a GPU are no use.
-        if not self._engine.plan.offload_states:
+        # The CPU may update what another plan has moved to host memory, and has no use for rates on a GPU.
+        if self._engine.core.setting.update_device is not None:
             self._settle()
         return self._captured(*inputs)
 

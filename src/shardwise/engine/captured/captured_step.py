@@ -25,7 +25,7 @@ from shardwise.engine.captured.shared_evaluation import SharedEvaluation
 from shardwise.engine.captured.step_graphs import RecordedStep, StepRecorder
 from shardwise.engine.captured.step_key import StepInputs, StepKey, flatten_inputs, optimizer_key, step_key
 from shardwise.engine.captured.step_memory import STEPS, StepMemory
-from shardwise.engine.core.step_events import heard_by
+from shardwise.engine.core.step_events import announce, heard_by
 from shardwise.engine.engine import Engine
 from shardwise.engine.graphs.python_state import PythonState
 from shardwise.engine.graphs.reads import NotCaptured
@@ -132,6 +132,8 @@ class CapturedStep:
             self._give_up()
         if self.stopped:
             return self._ordinary(inputs)
+        # The graphs assume that nothing of an earlier step is in flight.
+        announce(self._engine.core.events.streams_meet)
         flattened = flatten_inputs(inputs)
         history, proposal, why = self._propose(flattened)
         # Ranks whose proposals differ all run an ordinary step.
@@ -329,6 +331,7 @@ class CapturedStep:
             self._engine.guards.same_order.read()
             self._engine.guards.replicas.count_step()
             graph.replay_update()
+            announce(self._engine.core.events.update_replayed)
             PROGRESS.end_step()
             self.report.captured = True
             result = graph.take_result()

@@ -27,7 +27,7 @@ from shardwise.engine.activations.recompute import without_random_numbers
 from shardwise.engine.captured.replayed_grads import sampled
 from shardwise.engine.captured.step_key import StepInputs
 from shardwise.engine.captured.step_memory import StepMemory
-from shardwise.engine.core.step_events import heard_by
+from shardwise.engine.core.step_events import announce, heard_by
 from shardwise.engine.engine import Engine
 from shardwise.engine.graphs.graph_fills import fill_by_kernels
 from shardwise.engine.graphs.reads import NotCaptured, Read, assuming_reads, hidden_capture, in_one_line
@@ -73,8 +73,9 @@ class StepRecorder:
         # The graph reads its inputs at these addresses: `load` copies them there.
         leaves = tree_map_only(Tensor, Tensor.clone, inputs.leaves)
         recorded = RecordedStep(self, leaves=leaves, written=written, guarded=guarded, early=early)
-        # A gather that an earlier update has started is not part of the graph.
-        self.engine.core.wait_gathers()
+        # What an earlier step has started is not part of the graph.
+        self.meet()
+        announce(self.engine.core.events.recording_begins)
         gc.collect()
         torch.cuda.synchronize(self.engine.device)
         torch.cuda.empty_cache()
@@ -114,6 +115,12 @@ class StepRecorder:
                 yield
         finally:
             self.memory.is_recording = False
+            announce(events.recording_ended)
+
+    def meet(self) -> None:
+        """Let the computation wait for everything that runs at the same time."""
+        self.engine.core.wait_gathers()
+        announce(self.engine.core.events.streams_meet)
 
     def owned_grads(self) -> list[Tensor | None]:
         """Return the gradients that the update will use on this rank."""
@@ -178,8 +185,8 @@ class RecordedStep:
         """End the first graph and begin the second."""
         if self._capturing is not self._passes:
             return
-        # No collective may be in flight when a graph ends.
-        self._recorder.engine.core.wait_gathers()
+        # Nothing may be in flight when a graph ends.
+        self._recorder.meet()
         self._send_flag()
         if self._sent:
             self._recorder.stream.wait_stream(self._recorder._side)
@@ -197,7 +204,7 @@ class RecordedStep:
     def end(self) -> None:
         if self._capturing is not self._update:
             raise NotCaptured("the step does not call optimizer.step()")
-        self._recorder.engine.core.wait_gathers()
+        self._recorder.meet()
         if self._recorder.engine.core.holds_grads or any(grad is not None for grad in self._recorder.owned_grads()):
             raise NotCaptured("the step leaves gradients behind: call optimizer.zero_grad() at its end")
         self._end()

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from shardwise.engine.core.core import Core
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.flat_buffers import Owned
-from shardwise.engine.optimizer.allocate import allocate_states
 from shardwise.engine.optimizer.streamed_update import StreamedUpdate, empty_stand_in, group_numbers, plain_step
 from shardwise.errors import InvalidModel
 
@@ -32,8 +31,7 @@ class BackwardUpdate:
         for optimizer in self._optimizers:
             if optimizer not in self._allocated:
                 self._allocated.add(optimizer)
-                on_host = {id(part.parameter) for flat in self._streamed.flats for part in flat.owned}
-                allocate_states(optimizer, without=on_host)
+                self._streamed.allocate_others(optimizer)
 
     @torch.no_grad()
     def _update(self, flat: FlatParams) -> None:

@@ -9,9 +9,7 @@ gathered next. Each element is updated by the same operations as on the device, 
 import inspect
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +19,9 @@ from torch.optim import Optimizer
 from shardwise.engine.core.core import Core
 from shardwise.engine.core.flat import FlatParams, set_grad
 from shardwise.engine.core.flat_buffers import Owned
+from shardwise.engine.optimizer.allocate import allocate_states
 from shardwise.engine.optimizer.known import ELEMENTWISE, name_of
+from shardwise.engine.optimizer.update_chunks import ChunkSlot, Piece, UpdateStreams, chunks
 from shardwise.errors import InvalidPlan
 from shardwise.plan import Plan
 from shardwise.program.chunks import CHUNK_ELEMENTS, GRADS_IN_FLIGHT, NUM_SLOTS
@@ -64,44 +64,14 @@ def plain_step(optimizer: Optimizer) -> None:
     inspect.unwrap(type(optimizer).step)(optimizer)
 
 
-@dataclass(slots=True)
-class _Piece:
-    """The elements `start` to `stop` of a flat's slice: all of an owned part, or some. `is_last`: the end of it.
-
-    `there`: what the optimizer steps for it on the device.
-    """
-
-    part: Owned
-    grad: Tensor
-    start: int
-    stop: int
-    is_last: bool
-    there: nn.Parameter | None = None
-
-
-@dataclass(slots=True)
-class _Slot:
-    """Memory on the device for one chunk. `sent`: when it was copied to the host; until then it holds `kept`."""
-
-    buffers: dict[tuple[str, torch.dtype], Tensor] = field(default_factory=dict)
-    sent: Any = None
-    kept: Any = None
-
-    def room(self, name: str, size: int, *, like: Tensor, device: torch.device, largest: int) -> Tensor:
-        place = (name, like.dtype)
-        if place not in self.buffers or self.buffers[place].numel() < size:
-            self.buffers[place] = torch.empty(largest, dtype=like.dtype, device=device)
-        return self.buffers[place][:size]
-
-
 class StreamedUpdate:
     """The updates of one core's states in host memory."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
         self._device = core.setting.device
-        self._slots = [_Slot() for _ in range(NUM_SLOTS)]
-        self._streams = _Streams(self._device)
+        self._slots = [ChunkSlot() for _ in range(NUM_SLOTS)]
+        self._streams = UpdateStreams(self._device)
         # The state of each flat, laid out as its master is: optimizer.state holds views of it.
         self._states: weakref.WeakKeyDictionary[FlatParams, dict[str, Tensor]] = weakref.WeakKeyDictionary()
         self._taken: list[tuple[FlatParams, Owned, Tensor]] = []
@@ -109,12 +79,21 @@ class StreamedUpdate:
         # Flats whose gradients are read by updates inside backward.
         self._in_flight: deque[tuple[FlatParams, Any]] = deque()
         self._steps_since_made = 0
-        core.events.values_read.append(lambda announced: self.settle())
+        events = core.events
+        events.values_read.append(lambda announced: self.settle())
+        events.streams_meet.append(self._join)
+        events.recording_begins.append(self._begin_recording)
+        events.recording_ended.append(self._forget_recording)
+        events.update_replayed.append(self._follow_replay)
 
     @property
     def flats(self) -> list[FlatParams]:
         """The flats whose states pass through the device."""
         return [flat for flat in self._core.flats if flat.host is not None and flat.host.keeps_grads]
+
+    def allocate_others(self, optimizer: Optimizer) -> None:
+        """Allocate the state of everything else, which stays on the device, before the first update."""
+        allocate_states(optimizer, without={id(part.parameter) for flat in self.flats for part in flat.owned})
 
     def settle(self) -> None:
         """Wait until all updates have written host memory, before anything reads it there."""
@@ -153,13 +132,21 @@ class StreamedUpdate:
         """Begin the updates of what lives in host memory."""
         if not self._taken:
             return
+        options = self._options(optimizer)
         self._streams.follow_compute()
         by_flat: dict[FlatParams, list[tuple[Owned, Tensor]]] = {}
         for flat, part, grad in self._taken:
             by_flat.setdefault(flat, []).append((part, grad))
         for flat, parts in by_flat.items():
-            self._stream(flat, parts, optimizer=optimizer)
+            self._stream(flat, parts, optimizer=optimizer, options=options)
         self._give_back()
+
+    def _options(self, optimizer: Optimizer) -> Optimizer:
+        """Return a stand-in with copies of rates that lie on the device: a schedule may write them during an update."""
+        stand_in = empty_stand_in(optimizer)
+        for group in stand_in.param_groups:
+            group |= {key: value.clone() for key, value in group.items() if isinstance(value, Tensor)}
+        return stand_in
 
     def release_first_states(self) -> None:
         """After the second step, give back memory in which the first made the state: no other stream would use it."""
@@ -172,40 +159,57 @@ class StreamedUpdate:
         self, flat: FlatParams, parts: Sequence[tuple[Owned, Tensor]], *, optimizer: Optimizer
     ) -> None:
         """Begin the update of a flat whose gradients were just averaged; those of a few flats are kept at a time."""
+        options = self._options(optimizer)
         self._streams.follow_compute()
-        self._stream(flat, parts, optimizer=optimizer)
+        self._stream(flat, parts, optimizer=optimizer, options=options)
         self._in_flight.append((flat, self._streams.record("step")))
         if len(self._in_flight) > GRADS_IN_FLIGHT:
             earlier, stepped = self._in_flight.popleft()
             self._streams.wait(None, stepped)
             earlier.in_use = None
 
-    def _stream(self, flat: FlatParams, parts: Sequence[tuple[Owned, Tensor]], *, optimizer: Optimizer) -> None:
+    def _stream(
+        self,
+        flat: FlatParams,
+        parts: Sequence[tuple[Owned, Tensor]],
+        *,
+        optimizer: Optimizer,
+        options: Optimizer,
+    ) -> None:
         self._largest = min(CHUNK_ELEMENTS, max(flat.layout.slice_elements for flat in self.flats))
         before, sent = flat.update, None
-        for chunk in _chunks(parts, largest=self._largest):
+        for chunk in chunks(parts, largest=self._largest):
             slot = self._slots[0]
             self._slots = [*self._slots[1:], slot]
-            sent = self._update(flat, chunk, slot=slot, after=before, optimizer=optimizer)
-        flat.update, flat.in_use = sent, [grad for _, grad in parts]
+            sent = self._update(flat, chunk, slot=slot, after=before, optimizer=optimizer, options=options)
+        flat.update, flat.in_use = sent, (parts, options)
 
     def _update(
-        self, flat: FlatParams, chunk: Sequence[_Piece], *, slot: _Slot, after: Any, optimizer: Optimizer
+        self,
+        flat: FlatParams,
+        chunk: Sequence[Piece],
+        *,
+        slot: ChunkSlot,
+        after: Any,
+        optimizer: Optimizer,
+        options: Optimizer,
     ) -> Any:
         """Bring a chunk in, update it and send it out; return the event of its end."""
         streams, first, last = self._streams, chunk[0].start, chunk[-1].stop
         master = flat.host_master[first:last]
-        here = self._room(slot, "master", master)
+        here = self._room(slot, "master", master.numel(), dtype=master.dtype)
         with streams.on("bring"):
             streams.wait("bring", slot.sent)
             streams.wait("bring", after)
             here.copy_(master, non_blocking=True)
-            stand_in = self._stand_in(chunk, here, first=first, slot=slot, optimizer=optimizer)
+            stand_in = self._stand_in(chunk, here, slot=slot, optimizer=optimizer, options=options)
             brought = streams.record("bring")
         with streams.on("step"):
             streams.wait("step", brought)
             plain_step(stand_in)
-            cast = self._room(slot, "staged", flat.staged[first:last]).copy_(here) if flat.is_staged else None
+            cast = None
+            if flat.is_staged:
+                cast = self._room(slot, "staged", master.numel(), dtype=flat.staged.dtype).copy_(here)
             stepped = streams.record("step")
         with streams.on("send"):
             streams.wait("send", stepped)
@@ -218,14 +222,14 @@ class StreamedUpdate:
         slot.kept = list(stand_in.state.values())
         return slot.sent
 
-    def _room(self, slot: _Slot, name: str, source: Tensor) -> Tensor:
-        return slot.room(name, source.numel(), like=source, device=self._device, largest=self._largest)
+    def _room(self, slot: ChunkSlot, name: str, size: int, *, dtype: torch.dtype) -> Tensor:
+        return slot.room(name, size, dtype=dtype, device=self._device, largest=self._largest)
 
     def _stand_in(
-        self, chunk: Sequence[_Piece], here: Tensor, *, first: int, slot: _Slot, optimizer: Optimizer
+        self, chunk: Sequence[Piece], here: Tensor, *, slot: ChunkSlot, optimizer: Optimizer, options: Optimizer
     ) -> Optimizer:
         """Return an optimizer of the same class and options for the pieces of a chunk, with their state."""
-        stand_in = empty_stand_in(optimizer)
+        stand_in, first = empty_stand_in(options), chunk[0].start
         number_of = group_numbers(optimizer)
         for piece in chunk:
             parameter, offset = piece.part.parameter, piece.start - piece.part.start
@@ -240,13 +244,14 @@ class StreamedUpdate:
                     # The optimizer counts up the number of the last piece; earlier ones count for themselves.
                     stand_in.state[there][key] = value if piece.is_last else value.clone()
                 else:
-                    all_of_it = slot.room(key, here.numel(), like=value, device=self._device, largest=self._largest)
-                    room = all_of_it[piece.start - first : piece.stop - first]
+                    room = self._room(slot, key, here.numel(), dtype=value.dtype)[
+                        piece.start - first : piece.stop - first
+                    ]
                     stand_in.state[there][key] = room.copy_(value[offset : offset + size], non_blocking=True)
         return stand_in
 
     def _send_states(
-        self, flat: FlatParams, chunk: Sequence[_Piece], stand_in: Optimizer, *, optimizer: Optimizer
+        self, flat: FlatParams, chunk: Sequence[Piece], stand_in: Optimizer, *, optimizer: Optimizer
     ) -> None:
         """Copy the state of a chunk's pieces to the host, into memory laid out as the master."""
         for piece in chunk:
@@ -274,51 +279,33 @@ class StreamedUpdate:
             states[key] = flat.host.zeros(flat.host_master.numel(), dtype=value.dtype)
         return states[key]
 
+    # Steps as graphs: the copies of an update are a part of them, and read and write the same addresses in each replay
 
-def _chunks(parts: Sequence[tuple[Owned, Tensor]], *, largest: int) -> Iterator[list[_Piece]]:
-    """Yield pieces of the parts that together reach over at most `largest` elements."""
-    chunk: list[_Piece] = []
-    for part, grad in sorted(parts, key=lambda found: found[0].start):
-        start = part.start
-        while start < part.stop:
-            if chunk and start - chunk[0].start >= largest:
-                yield chunk
-                chunk = []
-            first = chunk[0].start if chunk else start
-            stop = min(part.stop, first + largest)
-            chunk.append(_Piece(part=part, grad=grad, start=start, stop=stop, is_last=stop == part.stop))
-            start = stop
-    if chunk:
-        yield chunk
+    def _join(self) -> None:
+        """Let the computation wait for all updates. What they have read and used may be used again."""
+        self.wait()
+        for flat in self.flats:
+            flat.in_use = None
+        for slot in self._slots:
+            slot.forget()
 
+    def _begin_recording(self) -> None:
+        """Allocate what chunks need in each slot: memory that came during a recording would be the graph's."""
+        self.settle()
+        with self._streams.on("bring"):
+            for name, dtype in {place for slot in self._slots for place in slot.buffers}:
+                for slot in self._slots:
+                    self._room(slot, name, self._largest, dtype=dtype)
 
-class _Streams:
-    """The streams of bringing, stepping and sending; without a GPU everything happens at once."""
+    def _forget_recording(self) -> None:
+        """Forget the recorded updates, which have not run."""
+        self._taken = []
+        for flat in self.flats:
+            flat.update = flat.in_use = None
+        for slot in self._slots:
+            slot.forget()
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._streams: dict[str, Any] = {}
-
-    def _stream(self, name: str | None) -> Any:
-        if name is None:
-            return torch.cuda.current_stream(self._device)
-        if name not in self._streams:
-            self._streams[name] = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        return self._streams[name]
-
-    def on(self, name: str) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._stream(name)) if self._device.type == "cuda" else nullcontext()
-
-    def record(self, name: str) -> Any:
-        return self._stream(name).record_event() if self._device.type == "cuda" else True
-
-    def wait(self, name: str | None, event: Any) -> None:
-        """Let a stream (None: that of the computation) wait for an event, if there is one."""
-        if event is not None and self._device.type == "cuda":
-            self._stream(name).wait_event(event)
-
-    def follow_compute(self) -> None:
-        """Let the streams wait for what is computed so far: gradients, and memory that is used again."""
-        if self._device.type == "cuda":
-            for name in ("bring", "step", "send"):
-                self._stream(name).wait_stream(self._stream(None))
+    def _follow_replay(self) -> None:
+        """Let whatever reads host memory wait for a replayed update."""
+        for flat in self.flats:
+            flat.update = self._streams.record(None)

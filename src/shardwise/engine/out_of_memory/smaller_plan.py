@@ -27,11 +27,21 @@ def smaller_plan(model: nn.Module) -> Plan | None:
 
     All ranks find the same one without communication.
     """
+    # Imported only by a job that fails.
+    from shardwise.planner.search.nearest import fewest_on_host, host_units
+
     engine = engine_of(model)
     now = states_bytes(engine, engine.plan)
+
+    def fits(plan: Plan) -> bool:
+        return _is_possible(engine, plan) and _needs_less(engine, plan, now=now)
+
     for plan in replannable(engine.plan):
-        if _is_possible(engine, plan) and _needs_less(engine, plan, now=now):
-            return plan
+        if fits(plan):
+            # How much activations of some units need is not known.
+            if plan.offload_activations != engine.plan.offload_activations:
+                return plan
+            return fewest_on_host(plan, before=engine.plan, names=host_units(engine.core.spec), fits=fits)
     return None
 
 
@@ -66,6 +76,6 @@ def _needs_less(engine: Engine, plan: Plan, *, now: int | None) -> bool:
     if now is None or states is None or states <= _LESS * now:
         return True
     before = engine.plan
-    keeps_less = bool(plan.offload_activations) and not before.offload_activations
+    keeps_less = plan.offload_activations is True and before.offload_activations is not True
     keeps_less |= _RECOMPUTES.index(plan.recompute) > _RECOMPUTES.index(before.recompute)
     return keeps_less and states <= now / _LESS

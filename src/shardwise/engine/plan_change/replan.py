@@ -24,6 +24,7 @@ from shardwise.engine.guards.guard import wake
 from shardwise.engine.guards.guards import Guards
 from shardwise.engine.guards.resting_units import guard_units
 from shardwise.engine.last_issued import write_records_of
+from shardwise.engine.offload.host_room import check_host_room, host_bytes
 from shardwise.engine.offload.transfer import host_copies
 from shardwise.engine.optimizer.allocate import suit_devices
 from shardwise.engine.optimizer.streamed_update import check_streamed
@@ -57,7 +58,7 @@ def replan(model: nn.Module, plan: Plan) -> None:
     engine = engine_of(model)
     meet(_WHAT, limit_seconds=engine.limit_seconds)
     mesh = plan.mesh or Mesh(shard=dist.get_world_size())
-    agree(lambda: describe_replan(engine, plan=plan, mesh=mesh), what="plans")
+    agree(lambda: _checked(engine, plan=plan, mesh=mesh), what="plans")
     if plan == engine.plan:
         return
     setting = CoreSetting(
@@ -82,6 +83,23 @@ def replan(model: nn.Module, plan: Plan) -> None:
         suit_devices(optimizer, device=setting.update_device)
     for captured in list(engine.captured):
         captured.follow_plan()
+
+
+def _checked(engine: Engine, *, plan: Plan, mesh: Mesh) -> str:
+    """Return the description that ranks compare; refuse a plan that the host's memory does not hold."""
+    described = describe_replan(engine, plan=plan, mesh=mesh)
+    core = engine.core
+    held = {name: unit.placement for name, unit in core.units.items()}
+    now = core.plan.mesh or Mesh(shard=dist.get_world_size())
+    check_host_room(
+        core.spec,
+        plan=plan,
+        placements=plan.placements(core.units),
+        mesh=mesh,
+        device=engine.device,
+        held_bytes=host_bytes(core.spec, plan=core.plan, placements=held, mesh=now),
+    )
+    return described
 
 
 def describe_replan(engine: Engine, *, plan: Plan, mesh: Mesh) -> str:

@@ -1,14 +1,18 @@
 """The smallest change of a plan that ran out of memory so that it fits on the same devices. No torch."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import inf
+from typing import Any
 
 from shardwise.hardware import Cluster
 from shardwise.plan import Plan
 from shardwise.plan.limits import LIMITS, strategies_of
+from shardwise.plan.patterns import is_among, short_patterns
 from shardwise.planner.memory.states import needs_whole_matrices
 from shardwise.planner.search.candidates import Candidate, SpecFor, cost
+from shardwise.planner.search.dial import turned_units
+from shardwise.spec import ROOT, ModelSpec
 
 # If a plan failed although it should fit, the new one may need at most this share of it.
 _LESS = 0.9
@@ -25,15 +29,22 @@ def nearest_fit(
     this = cost(spec_for(plan), plan=plan, cluster=cluster, optimizer=optimizer)
     most = _LESS * this.memory.device_bytes if this.fits in ("yes", "unknown") else inf
     limits = LIMITS[plan.engine]
+
+    def costed(changed: Plan) -> Candidate:
+        return cost(spec_for(changed), plan=changed, cluster=cluster, optimizer=optimizer)
+
+    def fits(found: Candidate) -> bool:
+        return found.fits in ("yes", "unknown") and found.memory.device_bytes <= most
+
     for changed in changes(plan):
         if limits.why_not(changed) is not None:
             continue
         if needs_whole_matrices(optimizer) and (changed.offload_states or limits.why_not_call("muon", changed)):
             # Matrices that a rank owns stay on the device, and not every engine has owners.
             continue
-        found = cost(spec_for(changed), plan=changed, cluster=cluster, optimizer=optimizer)
-        if found.fits in ("yes", "unknown") and found.memory.device_bytes <= most:
-            return this, found
+        if fits(costed(changed)):
+            names = host_units(spec_for(changed))
+            return this, costed(fewest_on_host(changed, before=plan, names=names, fits=lambda one: fits(costed(one))))
     return this, None
 
 
@@ -51,12 +62,47 @@ def changes(plan: Plan) -> Iterator[Plan]:
     yield from (*_smaller(most_sharded), *_smaller(least))
     largest_to_least = (plan, most_sharded, least, *_smaller(least))
     if LIMITS[plan.engine].has("offload_states"):
+        movable = [] if plan.owned else list(largest_to_least)
+        yield from (replace(one, offload_states=True) for one in movable)
         yield from (replace(one, offload_activations=True) for one in largest_to_least)
-        movable = [one for one in largest_to_least if not (one.captures or one.owned or one.updates_in_backward)]
-        for update in ("device", "host"):
-            yield from (replace(one, offload_states=True, offload_update=update) for one in movable)
+        yield from (replace(one, offload_states=True, offload_activations=True) for one in movable)
+        if not (plan.captures or plan.updates_in_backward):
+            yield from (replace(one, offload_states=True, offload_update="host") for one in movable)
     if plan.precision == "fp32":
         yield from (replace(one, precision="bf16") for one in largest_to_least)
+
+
+def host_units(spec: ModelSpec) -> tuple[str, ...]:
+    """Return the units that may live in host memory: the root, and the others in the order of calls."""
+    return (ROOT, *turned_units(spec))
+
+
+def fewest_on_host(plan: Plan, *, before: Plan, names: Sequence[str], fits: Callable[[Plan], bool]) -> Plan:
+    """Return a plan that fits with as few units in host memory as possible. `plan` fits, and has all units there.
+
+    Units that `before` has there stay. The states of those that forward uses last come first: their updates have the
+    most time. So have the copies of activations that backward needs last; the root keeps its own.
+    """
+    for setting, in_order in (("offload_states", names[::-1]), ("offload_activations", names[1:])):
+        chosen = getattr(before, setting)
+        if getattr(plan, setting) is not True or chosen is True:
+            continue
+        there = [name for name in in_order if is_among(name, chosen)]
+        ordered = [*there, *(name for name in in_order if name not in there)]
+        too_few, enough = len(there), len(ordered)
+        while enough - too_few > 1:
+            middle = (too_few + enough) // 2
+            if fits(_on_host(plan, setting, ordered[:middle], among=in_order)):
+                enough = middle
+            else:
+                too_few = middle
+        plan = _on_host(plan, setting, ordered[:enough], among=in_order)
+    return plan
+
+
+def _on_host(plan: Plan, setting: str, chosen: Sequence[str], *, among: Sequence[str]) -> Plan:
+    some: dict[str, Any] = {setting: len(chosen) == len(among) or short_patterns(sorted(chosen), among=among)}
+    return replace(plan, **some)
 
 
 def _recomputed(plan: Plan) -> list[Plan]:

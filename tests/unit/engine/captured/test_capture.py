@@ -61,7 +61,15 @@ def test_true_and_false_are_on_and_off_and_auto_is_the_default() -> None:
     [
         ({"precision": "fp16"}, "with precision = 'fp16' a step waits for the device"),
         ({"dynamic": True}, "with dynamic = true a step waits for the device"),
-        ({"offload_states": True}, "with offload_states a step waits for the device"),
+        (
+            {"offload_states": True, "offload_update": "host"},
+            "with offload_update = 'host' a step waits for the device",
+        ),
+        (
+            {"offload_states": ["blocks.*"]},
+            "units are, so that updates of states in host memory overlap the next forward",
+        ),
+        ({"update": "backward"}, "update = 'backward': a replay that is undone would have updated"),
         ({"offload_activations": True}, "offload_activations"),
         ({"collectives": "ring"}, "collectives = 'ring'"),
         ({"owned": ("*",)}, "parameters that one rank owns get new memory in each update"),
@@ -70,6 +78,10 @@ def test_true_and_false_are_on_and_off_and_auto_is_the_default() -> None:
 )
 def test_auto_leaves_alone_what_on_refuses(setting: dict[str, object], why: str) -> None:
     assert Plan(**setting).why_not_captured() == why  # type: ignore[arg-type]
+
+
+def test_whole_steps_with_units_in_host_memory_are_captured_on_demand() -> None:
+    assert Plan(capture="on", offload_states=True, offload_activations=["blocks.*"]).why_not_captured() == ""
 
 
 def test_compiled_modules_and_hooks_of_the_user_are_captured_on_demand_only() -> None:

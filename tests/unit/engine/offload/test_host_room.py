@@ -41,5 +41,14 @@ def test_gradients_that_stay_on_the_device_need_none(monkeypatch: pytest.MonkeyP
         check(plan, free_bytes=int(6.9 * ONE_GIB), num_ranks=2, monkeypatch=monkeypatch)
 
 
+def test_a_plan_that_replaces_another_uses_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan(strategy="fsdp", offload_states=True)
+    monkeypatch.setattr(host_room, "free_host_bytes", lambda: 5 * ONE_GIB)
+    form = {"placements": plan.placements([ROOT]), "mesh": Mesh(shard=1), "device": torch.device("cpu")}
+    check_host_room(SPEC, plan=plan, held_bytes=7 * ONE_GIB, **form)
+    with pytest.raises(InvalidPlan, match=r"1 x 12.0 GiB .* 11.0 GiB of memory available"):
+        check_host_room(SPEC, plan=plan, held_bytes=6 * ONE_GIB, **form)
+
+
 def test_states_on_the_device_need_none(monkeypatch: pytest.MonkeyPatch) -> None:
     check(Plan(strategy="fsdp"), free_bytes=0, num_ranks=1, monkeypatch=monkeypatch)

@@ -1,12 +1,13 @@
 """What to change of a plan that ran out of memory: the least that fits."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from shardwise.plan import Plan
-from shardwise.planner.search.nearest import changed_settings, changes
+from shardwise.planner.search.nearest import changed_settings, changes, fewest_on_host
 from shardwise.train.config import TrainConfig
 from shardwise.train.memory_advice import FullDevice, describe_fit
 
@@ -50,6 +51,42 @@ def test_the_smallest_change_that_fits_is_told_as_keys_of_the_config(
     assert f" of {capacity:.1f} GiB per rank: does not fit (params " in predicted
     assert fits.startswith(f"fits: {change} (")
     assert float(fits.split("(")[1].split()[0]) < capacity
+
+
+def test_states_of_as_few_units_as_possible_go_to_host_memory() -> None:
+    told_by = {"strategy": "fsdp", "micro_batch": 1, "recompute": "full"}
+    _, fits = told("gpt-1.3b", capacity=18, num_ranks=1, **told_by)
+    some = json.loads(fits.split("plan.offload_states = ")[1].split(" (")[0])
+    # 24 blocks; those that forward uses last, whose updates have the most time.
+    assert 0 < len(some) < 23
+    assert "blocks.23" in some
+    assert "blocks.0" not in some
+    assert fits.startswith("fits: plan.offload_states")
+    _, less = told("gpt-1.3b", capacity=16, num_ranks=1, **told_by, offload_states=some)
+    more = json.loads(less.split("plan.offload_states = ")[1].split(" (")[0])
+    assert set(some) < set(more)
+
+
+@pytest.mark.parametrize("least", range(1, 6))
+def test_units_are_added_until_a_plan_fits(least: int) -> None:
+    names = ("(root)", "blocks.0", "blocks.1", "blocks.2", "blocks.3")
+
+    def count(plan: Plan) -> int:
+        return sum(map(plan.has_states_on_host, names))
+
+    tried: list[int] = []
+
+    def fits(plan: Plan) -> bool:
+        tried.append(count(plan))
+        return count(plan) >= least
+
+    found = fewest_on_host(Plan(offload_states=True), before=Plan(), names=names, fits=fits)
+    assert count(found) == least
+    assert (found.offload_states is True) == (least == len(names))
+    assert len(tried) <= 3
+    kept = fewest_on_host(Plan(offload_states=True), before=Plan(offload_states=["blocks.0"]), names=names, fits=fits)
+    assert kept.has_states_on_host("blocks.0")
+    assert count(kept) == max(2, least)
 
 
 def test_a_plan_that_should_have_fitted_is_said_to_and_one_that_needs_less_is_named() -> None:

@@ -1,0 +1,76 @@
+"""Updates through the device, where steps are graphs: what is in flight, what is allocated, what is read."""
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise
+from shardwise import Plan
+from shardwise.engine.core.step_events import announce
+from shardwise.engine.engine import engine_of
+from shardwise.engine.optimizer import streamed_update
+
+
+@pytest.fixture(autouse=True)
+def group() -> Any:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def stepped(**options: Any) -> tuple[Any, Any]:
+    """Return the engine and the optimizer of a model after its first step, whose update counts as in flight."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    shardwise.prepare(model, optimizer, Plan(offload_states=True))
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return engine_of(model), optimizer
+
+
+def test_where_streams_meet_updates_keep_nothing() -> None:
+    engine, _ = stepped()
+    (flat,) = engine.flats
+    assert flat.in_use is not None
+    announce(engine.core.events.streams_meet)
+    assert flat.in_use is None
+    # Whatever reads host memory still waits.
+    assert flat.update is not None
+    assert all(slot.sent is None and slot.kept is None for slot in engine.owned.streamed._slots)
+
+
+def test_each_slot_has_its_memory_before_a_recording_and_no_update_is_in_flight() -> None:
+    engine, _ = stepped()
+    slots = engine.owned.streamed._slots
+    assert [bool(slot.buffers) for slot in slots] == [False, False, True]
+    announce(engine.core.events.recording_begins)
+    assert [set(slot.buffers) for slot in slots] == [{("master", torch.float32)}] * 3
+    assert all(flat.update is None for flat in engine.flats)
+
+
+def test_a_recorded_update_is_forgotten_and_a_replayed_one_is_waited_for() -> None:
+    engine, _ = stepped()
+    announce(engine.core.events.recording_ended)
+    assert all(flat.update is None and flat.in_use is None for flat in engine.flats)
+    announce(engine.core.events.update_replayed)
+    assert all(flat.update is not None for flat in engine.flats)
+
+
+def test_an_update_in_flight_reads_a_copy_of_a_rate_that_a_schedule_may_write() -> None:
+    rate = torch.tensor(1e-2)
+    seen: list[Any] = []
+
+    def step(optimizer: torch.optim.Optimizer) -> None:
+        seen.append(optimizer.param_groups[0]["lr"])
+        original(optimizer)
+
+    original = streamed_update.plain_step
+    with patch.object(streamed_update, "plain_step", step):
+        stepped(lr=rate, foreach=False)
+    assert [one.item() for one in seen] == [rate.item()]
+    assert seen[0] is not rate
