@@ -330,7 +330,8 @@ def unit_graphs_of(core: Core, *, optimizers: Iterable[Optimizer]) -> UnitGraphs
     plan, device = core.plan, core.setting.device
     if device.type != "cuda" or plan.capture == "off" or capture_is_off():
         return None
-    if plan.offload_activations or why_no_pool():
+    # Updates inside backward still read gradients when the next graph runs, which may lie in the memory of graphs.
+    if plan.offload_activations or plan.updates_in_backward or why_no_pool():
         return None
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     tell = (lambda line: warnings.warn(line, stacklevel=2)) if is_first else lambda line: None
