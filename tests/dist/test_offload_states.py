@@ -14,7 +14,7 @@ from whole import whole
 import shardwise
 from shardwise.engine.engine import engine_of
 from shardwise.engine.optimizer import streamed_update
-from shardwise.engine.prepared.inventory import held_bytes
+from shardwise.engine.prepared.inventory import held_bytes, held_tensors
 from shardwise.plan import Plan
 from shardwise.tasks import cross_entropy
 
@@ -101,6 +101,32 @@ def kept_on_the_host(rank: int) -> None:
     assert all(torch.equal(again["model"][name], value) for name, value in state["model"].items())
     shardwise.load_full_state_dict(model, optimizer, again)
     assert all(torch.equal(model.state_dict()[name], value) for name, value in state["model"].items())
+
+
+def gradients_of_a_step(rank: int, update: str) -> dict[str, int]:
+    torch.manual_seed(0)
+    model, batch = MODELS["gpt"]()
+    plan = Plan(strategy="fsdp", offload_states=("blocks.*",), offload_update=update)
+    _, optimizer = shardwise.prepare(model, adamw(model.parameters()), plan)
+    held = []
+    for step in range(2):
+        cross_entropy(model, batch(step, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        held.append(held_bytes(model, optimizer)["grads"])
+    others = [tensor for category, tensor in held_tensors(model, optimizer) if category == "other"]
+    slots = {id(buffer) for buffer in engine_of(model).owned.streamed.slot_tensors()}
+    counted = sum(id(tensor) in slots for tensor in others)
+    sizes = sum(4 * flat.layout.slice_elements for flat in engine_of(model).flats if flat.host is not None)
+    return {"held": held[-1], "slices": sizes, "slots": len(slots), "counted": counted}
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_gradients_that_an_update_still_reads_and_its_slots_are_counted_on_the_device(update: str) -> None:
+    for found in run_ranks(gradients_of_a_step, num_ranks=2, args=(update,)):
+        assert found["held"] == (found["slices"] if update == "device" else 0)
+        assert found["slots"] == found["counted"]
+        assert bool(found["slots"]) == (update == "device")
 
 
 def test_what_is_offloaded_is_counted_on_the_host_and_can_be_saved_and_loaded() -> None:

@@ -1,6 +1,7 @@
 """`shardwise.replan`: another plan between two steps; training goes on bit for bit as if it had been resumed under it."""
 
 import warnings
+from dataclasses import replace
 from itertools import pairwise, permutations
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,25 @@ def test_every_pair_of_strategies_trains_as_one_strategy_does(name: str, optimiz
         assert differences(found[1], alone[rank][1]) == []
 
 
+HOST = [
+    Plan(),
+    Plan(offload_states=("blocks.1", "(root)"), recompute="full"),
+    Plan(offload_states=True, offload_update="host"),
+    Plan(strategy="zero2", offload_states=True, offload_activations=("blocks.*",)),
+    Plan(offload_states=("blocks.0",), update="backward", overrides={"blocks.1": "ddp"}),
+]
+
+
+@pytest.mark.parametrize(("optimizer", "precision"), [("adamw fused", "fp32"), *whole(("sgd", "bf16"))])
+def test_units_move_between_device_and_host_in_the_middle_of_a_run(optimizer: str, precision: str) -> None:
+    plans = walk([replace(plan, precision=precision) for plan in HOST])
+    assert len(plans) > len(HOST) * (len(HOST) - 1)
+    alone = run_ranks(walked, num_ranks=2, args=("gpt", optimizer, [plans[0]] * len(plans)))
+    for rank, found in enumerate(run_ranks(walked, num_ranks=2, args=("gpt", optimizer, plans))):
+        assert found[0] == alone[rank][0]
+        assert differences(found[1], alone[rank][1]) == []
+
+
 def resumed(rank: int, name: str, first: Plan, then: Plan, folder: str | None) -> Any:
     """Two steps under one plan, three under another: through a checkpoint in `folder`, or without one."""
     run = Run(name, "groups", first, rank=rank)
@@ -167,6 +187,7 @@ HYBRID = Plan(strategy="fsdp", mesh=Mesh(replicate=2, shard=2))
     [
         (2, "adapted", Plan(strategy="ddp"), MIXED),
         (2, "gpt", MIXED, Plan(strategy="zero2", offload_states=True, precision="fp32")),
+        (2, "gpt", Plan(offload_states=("blocks.1",)), Plan(offload_states=("blocks.0", "(root)"), recompute="full")),
         *whole(
             *(
                 (2, name, Plan(strategy=first, **options), Plan(strategy=then, **options))

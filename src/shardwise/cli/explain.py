@@ -58,7 +58,8 @@ def _explain_file(path: str, *, model: str | None, ranks: int, as_json: bool) ->
     from shardwise.report.text.plan_picture import explain_plan, plan_as_data
 
     plan = Plan.load(path)
-    if model is None and (plan.overrides or plan.recompute_overrides):
+    per_unit = [plan.overrides, plan.recompute_overrides, plan.offload_states, plan.offload_activations]
+    if model is None and any(one is not True and one for one in per_unit):
         raise InvalidPlan(f"{path} names single units: give their model with --model")
     drawn = plan_as_data if as_json else explain_plan
     _show(drawn(_spec(model), plan=plan, num_ranks=plan.mesh.num_ranks if plan.mesh is not None else ranks))

@@ -43,6 +43,18 @@ def not_expressed(plan: Plan, *, target: str, expressed: Collection[str]) -> lis
     return lines
 
 
+def host_notes(plan: Plan, *, target: str) -> list[str]:
+    """Return what the target's offload does otherwise: it is for all units, and the CPU updates."""
+    if not plan.offload_states:
+        return []
+    lines = []
+    if not isinstance(plan.offload_states, bool):
+        lines.append(f"offload_states = {list(plan.offload_states)}: {target} offloads all units; this file says so")
+    if plan.offload_update == "device":
+        lines.append(f"offload_update = device: under {target} the CPU updates what is offloaded")
+    return lines
+
+
 def file_header(*lines: str, left_out: Iterable[str] = ()) -> str:
     """Return the comment at the head of a file: notes for the user, and what the file does not express."""
     return "".join(f"# {line}\n" for line in (*lines, *(f"Not here: {line}" for line in left_out)))

@@ -4,7 +4,7 @@ from typing import Any
 
 import yaml
 
-from shardwise.interchange.exported import Exported, JobShape, file_header, not_expressed
+from shardwise.interchange.exported import Exported, JobShape, file_header, host_notes, not_expressed
 from shardwise.plan import Plan
 from shardwise.plan.placement import SHARDED, placement_of
 from shardwise.plan.policy import Cut, UnitPolicy
@@ -27,11 +27,11 @@ def to_accelerate(plan: Plan, shape: JobShape) -> Exported:
     }
     expressed, notes = set(_EXPRESSED), []
     if plan.strategy in _STAGES:
-        expressed.add("offload_states")
+        expressed |= {"offload_states", "offload_update"}
         config |= {"distributed_type": "DEEPSPEED", "deepspeed_config": _deepspeed(plan)}
         notes.append(f"{plan.strategy} is DeepSpeed's stage {_STAGES[plan.strategy]} here: pip install deepspeed")
     elif placement_of(plan.strategy).params is SHARDED:
-        expressed |= {"mesh", "offload_states"}
+        expressed |= {"mesh", "offload_states", "offload_update"}
         config |= {"distributed_type": "FSDP", "fsdp_config": _fsdp(plan)}
         if plan.mesh is not None and plan.mesh.replicate > 1:
             config["parallelism_config"] = {
@@ -43,6 +43,7 @@ def to_accelerate(plan: Plan, shape: JobShape) -> Exported:
     if plan.compiler != "none":
         config["dynamo_config"] = {"dynamo_backend": plan.compiler.upper(), "dynamo_use_regional_compilation": True}
     left_out = not_expressed(plan, target="Accelerate", expressed=expressed)
+    left_out += host_notes(plan, target="Accelerate") if "offload_states" in expressed else []
     if plan.recompute == "selective":
         left_out.append("recompute = selective: Accelerate recomputes whole layers; this file turns it off")
     elif plan.recompute == "full" and placement_of(plan.strategy).params is not SHARDED:
@@ -72,7 +73,7 @@ def _fsdp(plan: Plan) -> dict[str, Any]:
     found: dict[str, Any] = {
         "fsdp_version": 2,
         "fsdp_reshard_after_forward": placement_of(plan.strategy).reshard_after_forward,
-        "fsdp_offload_params": plan.offload_states,
+        "fsdp_offload_params": bool(plan.offload_states),
         "fsdp_activation_checkpointing": plan.recompute == "full",
         "fsdp_cpu_ram_efficient_loading": True,
         "fsdp_state_dict_type": "SHARDED_STATE_DICT",

@@ -3,18 +3,24 @@
 import json
 from typing import Any
 
-from shardwise.interchange.exported import Exported, JobShape, not_expressed
+from shardwise.interchange.exported import Exported, JobShape, host_notes, not_expressed
 from shardwise.plan import Plan
 from shardwise.plan.placement import SHARDED, placement_of
 
 _STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "shard_grad_op": 3, "fsdp": 3}
 _REDUCES_IN = {"fp32": "fp32", "bf16": "bfp16", "fp16": "fp16"}
-_EXPRESSED = {"strategy", "micro_batch", "accumulate", "precision", "reduce_dtype", "offload_states", "mesh", "units"}
+_EXPRESSED = {
+    *("strategy", "micro_batch", "accumulate", "precision", "reduce_dtype", "mesh", "units"),
+    *("offload_states", "offload_update"),
+}
 
 
 def to_deepspeed(plan: Plan, shape: JobShape) -> Exported:
     zero: dict[str, Any] = {"stage": _STAGES[plan.strategy]}
     left_out = not_expressed(plan, target="DeepSpeed's file", expressed=_EXPRESSED)
+    left_out += host_notes(plan, target="DeepSpeed")
+    if not isinstance(plan.offload_states, bool) and zero["stage"] == 3:
+        left_out.append("offload_optimizer.ratio: stage 3 can offload a share of the parameters; this file has none")
     if plan.offload_states:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
         if zero["stage"] == 3:

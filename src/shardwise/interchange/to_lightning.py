@@ -1,6 +1,6 @@
 """Writes a plan as a Python file for Lightning: `from lightning_trainer import make_trainer`."""
 
-from shardwise.interchange.exported import Exported, JobShape, file_header, not_expressed
+from shardwise.interchange.exported import Exported, JobShape, file_header, host_notes, not_expressed
 from shardwise.plan import Plan
 from shardwise.plan.placement import SHARDED, placement_of
 from shardwise.plan.policy import Cut, UnitPolicy
@@ -35,8 +35,11 @@ def make_trainer(**settings):
 def to_lightning(plan: Plan, shape: JobShape) -> Exported:
     sharded = placement_of(plan.strategy).params is SHARDED
     policy = UnitPolicy.parse(plan.units)
-    expressed = _EXPRESSED | ({"mesh", "offload_states"} if sharded else set())
+    offloads = sharded or plan.strategy in _STAGES
+    expressed = _EXPRESSED | ({"mesh"} if sharded else set())
+    expressed |= {"offload_states", "offload_update"} if offloads else set()
     left_out = not_expressed(plan, target="Lightning's Trainer", expressed=expressed)
+    left_out += host_notes(plan, target="Lightning") if offloads else []
     named = policy.cut is Cut.CLASSES and sharded
     if sharded:
         if policy.cut not in (Cut.CLASSES, Cut.MIN_PARAMS, Cut.NOTHING):
@@ -70,7 +73,7 @@ def _strategy(plan: Plan, *, policy: UnitPolicy, named: bool) -> tuple[str, list
     if plan.strategy in _STAGES:
         stage = _STAGES[plan.strategy]
         imported = ["from lightning.pytorch.strategies import DeepSpeedStrategy"]
-        return f"DeepSpeedStrategy(stage={stage}, offload_optimizer={plan.offload_states})", [trainer, *imported]
+        return f"DeepSpeedStrategy(stage={stage}, offload_optimizer={bool(plan.offload_states)})", [trainer, *imported]
     if placement_of(plan.strategy).params is not SHARDED:
         return '"ddp"', [trainer]
     imported = [trainer, "from lightning.pytorch.strategies import FSDPStrategy"]

@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from shardwise.interchange.exported import Exported, JobShape, file_header, not_expressed
+from shardwise.interchange.exported import Exported, JobShape, file_header, host_notes, not_expressed
 from shardwise.plan import Plan
 from shardwise.plan.placement import SHARDED, placement_of
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "native": "float32"}
 _EXPRESSED = {
     *("strategy", "units", "mesh", "micro_batch", "accumulate", "precision", "reduce_dtype", "recompute"),
-    *("offload_states", "compile"),
+    *("offload_states", "offload_update", "compile"),
 }
 
 
@@ -18,6 +18,7 @@ def to_torchtitan(plan: Plan, shape: JobShape) -> Exported:
 
     sharded = placement_of(plan.strategy).params is SHARDED
     left_out = not_expressed(plan, target="torchtitan", expressed=_EXPRESSED)
+    left_out += host_notes(plan, target="torchtitan")
     if placement_of(plan.strategy).optim is SHARDED and not sharded:
         left_out.append(f"strategy = {plan.strategy}: torchtitan has DDP and FSDP2; this file says DDP")
     if plan.units != "auto":
@@ -26,7 +27,7 @@ def to_torchtitan(plan: Plan, shape: JobShape) -> Exported:
     training: dict[str, Any] = {
         "mixed_precision_param": _DTYPES[plan.precision],
         "mixed_precision_reduce": _DTYPES[plan.reduce_dtype],
-        "enable_cpu_offload": plan.offload_states,
+        "enable_cpu_offload": bool(plan.offload_states),
     }
     if plan.micro_batch is not None:
         training["local_batch_size"] = plan.micro_batch

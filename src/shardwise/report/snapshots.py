@@ -74,6 +74,7 @@ def snapshots_of(spec: ModelSpec, *, plan: Plan, num_ranks: int) -> StepSnapshot
         buckets={bucket.name: bucket.units for bucket in program.buckets},
         crossing_buckets=crossing_buckets(program.operations()),
         num_slices=mesh.shard,
+        on_host={unit.name for unit in spec.units if plan.has_states_on_host(unit.name)},
     )
     run_in_order(program, lambda operation, row: state.do(operation))
     state.begin_step()
@@ -107,6 +108,7 @@ class RankState:
 
     crossing_buckets   buckets that are reduced again over a second axis of the mesh
     num_slices         number of slices of a sharded unit
+    on_host            units whose sharded states live in host memory, and are not counted
     """
 
     def __init__(
@@ -117,7 +119,9 @@ class RankState:
         buckets: Mapping[str, tuple[str, ...]],
         crossing_buckets: Collection[str],
         num_slices: int,
+        on_host: Collection[str] = (),
     ) -> None:
+        self._on_host = {name for name in on_host if placements[name].grads is SHARDED}
         self.units = {unit.name: unit for unit in units}
         self.placements = placements
         self.buckets = buckets
@@ -199,6 +203,9 @@ class RankState:
         unit = self.units[name]
         params, grads = unit.num_params * _FP32_BYTES, unit.num_trained * _FP32_BYTES
         held = self._part(grads, Holding.SLICE if name in self.crossing else holds["grads"][name])
+        if name in self._on_host:
+            gathered = holds["params"][name] is not Holding.SLICE
+            return held + (self._part(params, holds["params"][name]) if gathered else 0)
         held += self._part(_NUM_MOMENTS * grads, holds["optim"][name])
         held += self._part(params, holds["params"][name])
         # Gathered parameters are a copy, in addition to the slice that the rank owns.

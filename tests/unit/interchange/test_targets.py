@@ -202,3 +202,17 @@ def test_the_command_prints_files_and_says_on_stderr_what_is_left_out(
     assert out.splitlines()[0] == str(tmp_path / "out" / "deepspeed.json")
     assert json.loads((tmp_path / "out" / "deepspeed.json").read_text())["train_batch_size"] == 4
     assert err.startswith("deepspeed: overrides = ")
+
+
+@pytest.mark.parametrize("target", ["accelerate", "deepspeed", "torchtitan", "lightning"])
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
+def test_host_memory_of_some_units_is_exported_as_that_of_all_and_said(strategy: str, target: str) -> None:
+    plan = Plan(strategy=strategy, offload_states=["blocks.1*"], **FULL)  # type: ignore[arg-type]
+    exported = export(plan, EIGHT, target=target)
+    assert any("offload_states = ['blocks.1*']" in line and "offloads all units" in line for line in exported.left_out)
+    assert any(line.startswith("offload_update = device") for line in exported.left_out)
+    words = ("offload_optimizer=True", "cpu_offload=True", "enable_cpu_offload = true", "fsdp_offload_params: true")
+    words += ("offload_optimizer_device: cpu", '"device": "cpu"')
+    assert any(word in text for text in exported.files.values() for word in words)
+    whole = Plan(strategy=strategy, offload_states=True, offload_update="host", **FULL)  # type: ignore[arg-type]
+    assert not any("offload" in line for line in export(whole, EIGHT, target=target).left_out)

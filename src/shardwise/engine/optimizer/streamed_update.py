@@ -95,6 +95,10 @@ class StreamedUpdate:
         """Allocate the state of everything else, which stays on the device, before the first update."""
         allocate_states(optimizer, without={id(part.parameter) for flat in self.flats for part in flat.owned})
 
+    def slot_tensors(self) -> list[Tensor]:
+        """Return the memory through which states pass."""
+        return [buffer for slot in self._slots for buffer in slot.buffers.values()]
+
     def settle(self) -> None:
         """Wait until all updates have written host memory, before anything reads it there."""
         for flat in self.flats:
@@ -182,7 +186,8 @@ class StreamedUpdate:
             slot = self._slots[0]
             self._slots = [*self._slots[1:], slot]
             sent = self._update(flat, chunk, slot=slot, after=before, optimizer=optimizer, options=options)
-        flat.update, flat.in_use = sent, (parts, options)
+        rates = [value for group in options.param_groups for value in group.values() if isinstance(value, Tensor)]
+        flat.update, flat.in_use = sent, [*(grad for _, grad in parts), *rates]
 
     def _update(
         self,

@@ -41,7 +41,7 @@ def held_tensors(model: nn.Module, optimizer: Optimizer | None = None) -> Iterat
     """Yield (category, tensor) for all memory that the engine knows at this moment; a storage has its first category.
 
     As above, and: reduce, the buffers that are being reduced, and autograd's gradients that are not yet in them;
-    other, the module's buffers and the flags of used parameters.
+    other, the module's buffers, the flags of used parameters, and the memory through which states on the host pass.
     """
     engine = engine_of(model)
     yield from _of_buckets(engine)
@@ -52,6 +52,7 @@ def held_tensors(model: nn.Module, optimizer: Optimizer | None = None) -> Iterat
     for buffer in model.buffers():
         yield OTHER, buffer
     yield OTHER, engine.core.flags
+    yield from ((OTHER, buffer) for buffer in engine.owned.streamed.slot_tensors())
 
 
 def _averages(engine: Engine) -> Iterator[tuple[str, Tensor]]:
@@ -81,7 +82,8 @@ def _of_flat(flat: FlatParams, optimizer: Optimizer | None) -> Iterator[tuple[st
     yield GATHERED if sharded else PARAMS, flat.full
     on_host = flat.host is not None
     is_the_parameter = sharded and flat.compute_dtype == flat.master_dtype
-    yield HOST if on_host else PARAMS if is_the_parameter else OPTIM, flat.master
+    # Without a wait for an update that is still writing it.
+    yield HOST if on_host else PARAMS if is_the_parameter else OPTIM, flat.host_master
     yield HOST, flat.staged
     for part in flat.owned:
         for value in (optimizer.state.get(part.parameter, {}) if optimizer else {}).values():
@@ -89,8 +91,10 @@ def _of_flat(flat: FlatParams, optimizer: Optimizer | None) -> Iterator[tuple[st
                 yield HOST if on_host else OPTIM, value
     averages = [part.parameter.grad for part in flat.owned if part.parameter is not flat.params[part.index]]
     for grad in (*averages, *flat.hidden):
-        if grad is not None and not on_host:
+        if grad is not None and (flat.host is None or flat.host.keeps_grads):
             yield GRADS, grad
+    # After zero_grad an update may still read them.
+    yield from ((GRADS, grad) for grad in flat.in_use or ())
     with unguarded():
         shown = [parameter.grad for parameter in flat.params]
     for grad in shown:

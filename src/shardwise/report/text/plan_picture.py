@@ -6,7 +6,7 @@ from typing import Any
 
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import strategy_of
+from shardwise.plan.placement import SHARDED, Placement, strategy_of
 from shardwise.planner.search.chosen_text import chosen_text
 from shardwise.report.snapshots import snapshots_of
 from shardwise.report.text.fp8_table import fp8_lines
@@ -45,27 +45,39 @@ def plan_as_data(spec: ModelSpec, *, plan: Plan, num_ranks: int) -> dict[str, An
         "model": spec.name,
         "ranks": num_ranks,
         "plan": plan.to_dict(),
-        "units": [{"name": name, "strategy": row, "recompute": way} for name, row, way in _choices(spec, plan=plan)],
+        "units": [
+            {"name": name, "strategy": row, "recompute": way, "host": host}
+            for name, row, way, host in _choices(spec, plan=plan)
+        ],
         "peak_bytes": step.peak.held_bytes,
     }
 
 
-def _choices(spec: ModelSpec, *, plan: Plan) -> list[tuple[str, str, str]]:
-    """Return (unit, strategy, recompute) of each unit."""
+def _choices(spec: ModelSpec, *, plan: Plan) -> list[tuple[str, str, str, list[str]]]:
+    """Return (unit, strategy, recompute, what lives in host memory) of each unit."""
     return [
-        (name, strategy_of(placement), plan.recompute_of(name))
+        (name, strategy_of(placement), plan.recompute_of(name), _on_host(name, placement, plan=plan))
         for name, placement in plan.placements(unit.name for unit in spec.units).items()
     ]
 
 
+def _on_host(name: str, placement: Placement, *, plan: Plan) -> list[str]:
+    kinds = {
+        "states": placement.grads is SHARDED and plan.has_states_on_host(name),
+        "activations": plan.has_activations_on_host(name),
+    }
+    return [kind for kind, is_there in kinds.items() if is_there]
+
+
 def _unit_lines(spec: ModelSpec, *, plan: Plan) -> Iterator[str]:
-    """Yield one line per run of consecutive units with equal placement and recompute."""
+    """Yield one line per run of consecutive units with equal placement, recompute and host memory."""
     rows = []
-    for (row, way, _), group in groupby(_choices(spec, plan=plan), key=lambda one: (one[1], one[2], one[0] == ROOT)):
-        names = [name for name, _, _ in group]
+    for (row, way, host, _), group in groupby(_choices(spec, plan=plan), key=lambda one: (*one[1:], one[0] == ROOT)):
+        names = [name for name, *_ in group]
         named = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-        rows.append((named, str(len(names)), row, "" if names == [ROOT] else way))
-    heads = ("units", "number", "placement", "recompute")
-    widths = [max(len(line[at]) for line in (heads, *rows)) + 2 for at in range(len(heads))]
+        rows.append((named, str(len(names)), row, "" if names == [ROOT] else way, ", ".join(host)))
+    heads = ("units", "number", "placement", "recompute", "in host memory")
+    num_columns = len(heads) if plan.offload_states or plan.offload_activations else len(heads) - 1
+    widths = [max(len(line[at]) for line in (heads, *rows)) + 2 for at in range(num_columns)]
     for line in (heads, *rows):
-        yield "".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        yield "".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False)).rstrip()
