@@ -12,10 +12,13 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import preload
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from shardwise.plan import Plan
+
+preload("lightning.pytorch")
 
 NUM_SAMPLES = 24
 

@@ -41,10 +41,10 @@ from reliability.said import say, take
 from shardwise.comm.groups import Group
 
 # Imported once, in the fork server, instead of by each worker; torch imports dynamo at the first optimizer.
-_PRELOAD = (
+_PRELOAD = [
     *("torch", "torch.distributed", "torch._dynamo", "numpy", "pytest", "hypothesis"),
     *("shardwise.engines", "shardwise.train.rank_run"),
-)
+]
 # For what is not the body: the start of a process, the import of a test's module, the clean-up.
 _OVERHEAD_SECONDS = 60.0
 # What libraries that a body imports leave in a process, and a worker may keep: variables, and tqdm's thread.
@@ -56,6 +56,15 @@ _GRACE_SECONDS = 0.05
 
 class RankFailed(AssertionError):  # noqa: N818 - reads as the first word of pytest's line
     """A body raised, its process died, or it did not come back in time."""
+
+
+def preload(*modules: str) -> None:
+    """Have the fork server import these modules too, for a test module whose bodies import them.
+
+    Call it where the test module is imported: pytest has imported all of them when the first body runs. What is not
+    installed is left out.
+    """
+    _PRELOAD.extend(name for name in modules if name not in _PRELOAD)
 
 
 def run_ranks(
@@ -117,7 +126,7 @@ class _Pool:
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._started = False
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(_PRELOAD))
+        context.set_forkserver_preload(_PRELOAD)
         for rank in range(num_ranks):
             pipe, workers_end = context.Pipe()
             # Not daemonic, so that a body may start processes too; `_end_with_parent` leaves no orphans.

@@ -7,12 +7,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import preload, run_ranks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import shardwise
 from shardwise import Plan
+
+preload("accelerate")
 
 STRATEGIES = ("ddp", "zero2", "fsdp")
 State = dict[str, list[Any]]

@@ -4,13 +4,15 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import preload, run_ranks
 from torch import nn
 from training import line
 from whole import whole
 
 import shardwise
 from shardwise import Plan
+
+preload("transformers.models.llama.modeling_llama")
 
 
 def moves(rank: int, strategy: str, precision: str) -> None:

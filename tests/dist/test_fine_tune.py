@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import preload, run_ranks
 from torch import nn
 
 from shardwise.train.config import DataSection, TrainConfig
+
+preload("transformers.models.llama.modeling_llama")
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.timeout(180)

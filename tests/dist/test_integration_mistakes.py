@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import preload, run_ranks
 from torch import nn
 from training import line
 
@@ -18,6 +18,8 @@ import shardwise
 from shardwise import Plan, Task
 from shardwise.integrations.asked_plan import asked_plan, refuse_capture
 from shardwise.vocabulary import tested_versions
+
+preload("transformers.models.llama.modeling_llama", "transformers.trainer", "lightning.pytorch")
 
 
 def needs(package: str) -> None:

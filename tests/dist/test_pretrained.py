@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import preload, run_ranks
 from torch import Tensor, nn
 from training import line
 from whole import whole
 
 import shardwise
 from shardwise import Plan
+
+preload("transformers.models.llama.modeling_llama")
 
 TEXT = {
     "vocab_size": 40,

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import preload, run_ranks
 from training import line
 
 from shardwise import Plan
+
+preload("transformers.models.llama.modeling_llama", "transformers.trainer")
 
 
 def make_trainer(folder: str, *, plan: Any, data: Any = None, **settings: Any) -> Any:

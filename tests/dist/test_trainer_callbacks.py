@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import preload, run_ranks
 from test_asked_by_others import make_llama
 from torch import Tensor
 from whole import whole
+
+preload("transformers.models.llama.modeling_llama", "transformers.trainer")
 
 ALPHA = 0.25
 

@@ -15,7 +15,7 @@ class Linear(nn.Linear):
         super().__init__(inputs, outputs, bias=bias)
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=self.std)
+        normal(self.weight, std=self.std)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
@@ -28,7 +28,7 @@ class Embedding(nn.Embedding):
         super().__init__(num_rows, width)
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=self.std)
+        normal(self.weight, std=self.std)
 
 
 class TokenEmbedding(Embedding):
@@ -68,9 +68,15 @@ class TokenHead(Linear):
         return logits
 
 
+def normal(weight: Tensor, *, std: float) -> None:
+    """Fill it with N(0, std²). On the meta device, where there is nothing to fill, torch would take long for it."""
+    if not weight.is_meta:
+        nn.init.normal_(weight, std=std)
+
+
 def _reset_rows(weight: Tensor, *, vocab_size: int, std: float) -> None:
     with torch.no_grad():
-        weight[:vocab_size].normal_(std=std)
+        normal(weight[:vocab_size], std=std)
         weight[vocab_size:].zero_()
 
 

@@ -14,7 +14,8 @@ class Conv(nn.Conv2d):
         super().__init__(inputs, outputs, kernel, stride=stride, padding=kernel // 2, bias=False)
 
     def reset_parameters(self) -> None:
-        nn.init.kaiming_normal_(self.weight, mode="fan_out", nonlinearity="relu")
+        if not self.weight.is_meta:
+            nn.init.kaiming_normal_(self.weight, mode="fan_out", nonlinearity="relu")
 
 
 def _shortcut(inputs: int, outputs: int, *, stride: int) -> nn.Sequential | None:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import InvalidModel
-from shardwise.models.layers import Linear, PreNormBlock
+from shardwise.models.layers import Linear, PreNormBlock, normal
 from shardwise.models.shapes import ViTShape
 
 
@@ -23,8 +23,8 @@ class PatchEmbedding(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.class_token, std=0.02)
-        nn.init.normal_(self.positions, std=0.02)
+        normal(self.class_token, std=0.02)
+        normal(self.positions, std=0.02)
 
     def forward(self, images: Tensor) -> Tensor:
         patches = self.project(images).flatten(2).transpose(1, 2)

@@ -79,11 +79,11 @@ class ObservedStep:
 
 def observe(task: TracedTask, *, way: Way, batch_size: int, runs: Sequence[Run]) -> ObservedStep:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = OpRecorder(scratch=SCRATCH[way.device], in_fp32=IN_FP32[way.device])
+    values = KnownValues()
+    recorder = OpRecorder(scratch=SCRATCH[way.device], in_fp32=IN_FP32[way.device], values=values)
     kernels = GpuKernels(recorder) if way.device == "cuda" else None
     skipper = Skipper(task.units, runs=runs)
     marks = _Marks(recorder, skipper=skipper)
-    values = KnownValues()
     with ExitStack() as stack:
         stack.enter_context(fake_model(task.model, mode=mode, computes_in=way.computes_in, without=skipper.skipped))
         made = _made(task, batch_size)
@@ -98,7 +98,6 @@ def observe(task: TracedTask, *, way: Way, batch_size: int, runs: Sequence[Run])
         stack.enter_context(_casting(task.model, way=way))
         stack.enter_context(answers_as_eager())
         stack.enter_context(mode)
-        stack.enter_context(values)
         stack.enter_context(recorder)
         stack.enter_context(kernels or nullcontext())
         if way.recompute == "selective":

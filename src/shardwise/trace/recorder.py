@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+
+from shardwise.trace.values import KnownValues, tensors_in
 
 
 @dataclass(slots=True)
@@ -61,15 +63,22 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the operations that run under it. Storages that exist before are excluded by `ignore`.
 
     `scratch`: operation → bytes that it allocates and frees while it runs. `in_fp32`: operation → outputs that are fp32
-    on the planned device, but narrower in the trace.
+    on the planned device, but narrower in the trace. `values`: those that the model reads.
     """
 
-    def __init__(self, *, scratch: Mapping[str, Scratch], in_fp32: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(
+        self,
+        *,
+        scratch: Mapping[str, Scratch],
+        in_fp32: Mapping[str, tuple[int, ...]],
+        values: KnownValues | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.entries: list[TraceEntry] = []
         self.in_backward = False
         self._scratch = scratch
         self._in_fp32 = in_fp32
+        self._values = values or KnownValues()
         self._ids: dict[int, int] = {}
         self._watches: dict[int, weakref.ref[Any]] = {}
         self._num_storages = 0
@@ -110,10 +119,15 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._fused_bytes = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            # More than half of all calls ask for the device of a tensor; the modes below take long for it.
+            return args[0].fake_device
+        options = kwargs or {}
+        inputs = tensors_in((args, options))
+        out = self._values.run(func, args, options, inputs)
         if func.namespace == "prim":
             return out
-        inputs, outputs = _tensors((args, kwargs)), _tensors(out)
+        outputs = tensors_in(out)
         is_copy = func is torch.ops.aten._to_copy.default and inputs[0].untyped_storage()._cdata in self._weights
         before = len(self.entries)
         in_fp32 = self._in_fp32.get(func._overloadpacket.__name__, ())
@@ -125,14 +139,14 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._fused_bytes += _num_bytes(outputs)
         elif computes:
             # After its outputs: an operation needs its scratch memory in addition to them.
-            self.entries.append(self._operation(func, args, kwargs, out, inputs, outputs))
+            self.entries.append(self._operation(func, args, options, out, inputs, outputs))
         if self.in_backward and func is torch.ops.aten.add.Tensor and len(self.entries) == before + 2:
             self._sum_of_gradients(inputs, outputs)
         return out
 
     def record_call(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any) -> None:
         """Record an operation of compiled code, which this mode does not intercept."""
-        inputs, outputs = _tensors((args, kwargs)), _tensors(out)
+        inputs, outputs = tensors_in((args, kwargs)), tensors_in(out)
         for tensor in outputs:
             self._watch(tensor)
         self.entries.append(self._operation(func, args, kwargs, out, inputs, outputs))
@@ -216,10 +230,6 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             del self.entries[-2]
             return True
         return False
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:

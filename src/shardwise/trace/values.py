@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -24,11 +24,13 @@ _DRAWN = 0.5
 _MOST_ELEMENTS = 1 << 22
 
 
-class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Computes real values along with fake ones, as long as all inputs of an operation have them."""
+class KnownValues:
+    """Computes real values along with fake ones, as long as all inputs of an operation have them.
+
+    The recorder calls `run`: a dispatch mode of its own would take longer than what it does.
+    """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._real: Any = WeakIdKeyDictionary()
 
     def know(self, fakes: Any, reals: Any) -> None:
@@ -38,9 +40,8 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 # A copy: the model may write into its batch, and the next run needs the original.
                 self._real[fake] = real.detach().cpu().clone()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        options = kwargs or {}
-        tensors = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, Tensor)]
+    def run(self, func: Any, args: tuple[Any, ...], options: dict[str, Any], tensors: list[Tensor]) -> Any:
+        """Run an operation, of whose inputs these are tensors."""
         known = all(self._is_known(tensor) for tensor in tensors)
         if known and func is torch.ops.aten._local_scalar_dense.default:
             with _disable_current_modes():
@@ -55,7 +56,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if func._schema.is_mutable:
                 self._forget(tensors)
             return out
-        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        outputs = tensors_in(out)
         if outputs and all(output.numel() <= _MOST_ELEMENTS for output in outputs):
             self._compute(func, args, options, out=out)
         return out
@@ -85,6 +86,17 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for fake, real in list(self._real.items()):
                 if real.untyped_storage()._cdata in storages:
                     del self._real[fake]
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Return the tensors among the arguments or the results of an operation."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, tuple | list):
+        return []
+    return [tensor for part in tree for tensor in tensors_in(part)]
 
 
 @contextmanager

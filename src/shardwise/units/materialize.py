@@ -72,13 +72,20 @@ def _own_meta_tensors(module: nn.Module) -> Iterator[tuple[dict[str, Tensor], st
 
 def _empty_like(tensor: Tensor, *, device: torch.device | str) -> Tensor:
     if not isinstance(tensor, nn.Parameter):
-        return torch.empty_like(tensor, device=device)
+        return _empty(tensor, device=device)
     with torch._C.DisableTorchFunctionSubclass():
-        empty = torch.empty_like(tensor.data, device=device)
+        empty = _empty(tensor.data, device=device)
         # Of the same class and with its attributes: a quantised weight carries the scales that unpack it.
         made = torch.Tensor._make_subclass(type(tensor), empty, tensor.requires_grad)
     vars(made).update(vars(tensor))
     return made
+
+
+def _empty(tensor: Tensor, *, device: torch.device | str) -> Tensor:
+    if type(tensor) is Tensor and tensor.is_contiguous():
+        # torch.empty_like of a meta tensor is computed in Python, and takes ten times as long.
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    return torch.empty_like(tensor, device=device)
 
 
 def _reset(module: nn.Module, *, path: str, initialise: Callable[[nn.Module], None] | None) -> None:

@@ -22,87 +22,89 @@ _SEGMENT_GAP = 2**40
 
 
 class MemoryBlock:
-    """A part of a segment; `before` and `after` are its neighbours."""
+    """A part of a segment; `before` and `after` are its neighbours. While it is free, `entry` is that of its pool."""
 
-    __slots__ = ("address", "after", "before", "is_free", "pool", "size")
+    __slots__ = ("address", "after", "before", "entry", "pool", "size")
 
-    def __init__(self, size: int, *, pool: tuple[str, bool], address: int) -> None:
+    def __init__(self, size: int, pool: "Pool", address: int) -> None:
         self.size = size
         self.pool = pool
         self.address = address
-        self.is_free = False
+        self.entry: tuple[int, int, MemoryBlock] | None = None
         self.before: MemoryBlock | None = None
         self.after: MemoryBlock | None = None
 
 
+Pool = list[tuple[int, int, MemoryBlock]]
+"""The free blocks of a stream, small or large ones, as (size, address, block), sorted."""
+
+
 class CachingAllocator:
-    """Counts reserved and allocated bytes. A block may be larger than its request."""
+    """Counts reserved and allocated bytes. A block may be larger than its request.
+
+    A plan's steps are thousands of requests, for each batch that is tried. `allocate` and `free` are written out, since
+    calls of smaller functions would take most of the time.
+    """
 
     def __init__(self, *, limit_bytes: int | None = None) -> None:
         self.limit_bytes = limit_bytes
         self.reserved_bytes = self.most_reserved_bytes = 0
         self.allocated_bytes = 0
-        self._free: dict[tuple[str, bool], list[tuple[int, int, MemoryBlock]]] = {}
         self._num_segments = 0
+        self._free: dict[tuple[str, bool], Pool] = {}
 
     def allocate(self, num_bytes: int, *, stream: str = "") -> MemoryBlock:
         size = -(-num_bytes // _ROUND) * _ROUND or _ROUND
-        pool = (stream, size <= SMALL_BYTES)
-        free = self._free.get(pool)
-        if free is None:
-            free = self._free[pool] = []
-        place = bisect_left(free, (size,))
-        block = free.pop(place)[2] if place < len(free) else self._segment(segment_bytes(size), pool=pool)
+        name = (stream, size <= SMALL_BYTES)
+        pool = self._free.get(name)
+        if pool is None:
+            pool = self._free[name] = []
+        place = bisect_left(pool, (size,))
+        block = pool.pop(place)[2] if place < len(pool) else self._segment(segment_bytes(size), pool=pool)
+        block.entry = None
         left_over = block.size - size
-        if left_over >= _ROUND if pool[1] else left_over > SMALL_BYTES:
-            self._split(block, size)
-        block.is_free = False
+        if left_over > SMALL_BYTES or (left_over and name[1]):
+            rest = MemoryBlock(left_over, pool, block.address + size)
+            rest.before, rest.after = block, block.after
+            if block.after is not None:
+                block.after.before = rest
+            block.after = rest
+            block.size = size
+            rest.entry = (left_over, rest.address, rest)
+            insort(pool, rest.entry)
         self.allocated_bytes += block.size
         return block
 
     def free(self, block: MemoryBlock) -> None:
-        free = self._free[block.pool]
+        pool, before, after = block.pool, block.before, block.after
         self.allocated_bytes -= block.size
-        for other in (block.before, block.after):
-            if other is not None and other.is_free:
-                del free[bisect_left(free, (other.size, other.address))]
-                self._merge(block, other)
-        block.is_free = True
-        insort(free, (block.size, block.address, block))
+        if before is not None and before.entry is not None:
+            del pool[bisect_left(pool, before.entry)]
+            block.size += before.size
+            block.address = before.address
+            block.before = before = before.before
+            if before is not None:
+                before.after = block
+        if after is not None and after.entry is not None:
+            del pool[bisect_left(pool, after.entry)]
+            block.size += after.size
+            block.after = after = after.after
+            if after is not None:
+                after.before = block
+        block.entry = (block.size, block.address, block)
+        insort(pool, block.entry)
 
-    def _segment(self, size: int, *, pool: tuple[str, bool]) -> MemoryBlock:
+    def _segment(self, size: int, *, pool: Pool) -> MemoryBlock:
         """Reserve a new segment, if necessary beyond the limit after giving back free segments."""
         if self.limit_bytes is not None and self.reserved_bytes + size > self.limit_bytes:
-            for name, free in self._free.items():
-                kept = [item for item in free if item[2].before is not None or item[2].after is not None]
-                self.reserved_bytes -= sum(item[0] for item in free) - sum(item[0] for item in kept)
-                self._free[name] = kept
+            for one in self._free.values():
+                kept = [item for item in one if item[2].before is not None or item[2].after is not None]
+                self.reserved_bytes -= sum(item[0] for item in one) - sum(item[0] for item in kept)
+                one[:] = kept
         self.reserved_bytes += size
         self.most_reserved_bytes = max(self.most_reserved_bytes, self.reserved_bytes)
         self._num_segments += 1
-        return MemoryBlock(size, pool=pool, address=-self._num_segments * _SEGMENT_GAP)
-
-    def _split(self, block: MemoryBlock, size: int) -> None:
-        rest = MemoryBlock(block.size - size, pool=block.pool, address=block.address + size)
-        rest.before, rest.after = block, block.after
-        if block.after is not None:
-            block.after.before = rest
-        block.after = rest
-        block.size = size
-        rest.is_free = True
-        insort(self._free[block.pool], (rest.size, rest.address, rest))
-
-    def _merge(self, block: MemoryBlock, other: MemoryBlock) -> None:
-        block.size += other.size
-        if other is block.before:
-            block.address = other.address
-            block.before = other.before
-            if block.before is not None:
-                block.before.after = block
-        else:
-            block.after = other.after
-            if block.after is not None:
-                block.after.before = block
+        return MemoryBlock(size, pool, -self._num_segments * _SEGMENT_GAP)
 
 
 def segment_bytes(size: int) -> int:
