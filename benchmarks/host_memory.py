@@ -121,10 +121,9 @@ def chosen_plan(case: Case, *, update: str) -> Plan:
     """Return what the planner chooses within the limit, and within most of the host's memory."""
     request = AutoRequest(
         plan=Plan(precision="bf16", strategy="auto", micro_batch=case.batch, update=update, capture="off"),
-        cluster=cluster_of("1xh200"),
+        cluster=replace(cluster_of("1xh200"), host_bytes=HOST_BYTES),
         optimizer="adamw-fused",
         budget_bytes=limit_bytes(case),
-        host_bytes=HOST_BYTES,
     )
     return solve_plan(Source(case.model, seq=case.seq).spec_for, request=request).candidate.plan
 

@@ -38,7 +38,7 @@ def wishes(every: list[TrainingCost]) -> dict[str, Wish]:
 
 def check(model: str) -> list[list[str]]:
     spec_for = Source(model).spec_for
-    devices = {device_of(kind): price.per_gpu_hour for kind, price in prices().items()}
+    devices = {device_of(kind): price for kind, price in prices().items()}
     every = rentals(
         spec_for, devices=devices, wish=Wish(plan=Plan(precision="bf16"), num_tokens=NUM_TOKENS), looks=None
     )

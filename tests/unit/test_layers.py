@@ -88,7 +88,7 @@ WITHOUT_TORCH = [
     "shardwise.report.page",
     "shardwise.report.planner_page.planner_server",
     "shardwise.report.perfetto",
-    "shardwise.report.tape_spans",
+    "shardwise.bench.tape_spans",
     "shardwise.report.text.ring_rounds",
     "shardwise.sources",
     "shardwise.spec",

@@ -1,29 +1,20 @@
 """The result of one case of a bench, as values and as JSON. No torch here."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from shardwise.bench.modes import is_ours, mode_of
 from shardwise.bench.spread import Spread
+from shardwise.bench.tape_spans import Happening, recorded_spans
 from shardwise.profile.memory_ledger import MemoryLedger
 from shardwise.spec import UnitSpec
 from shardwise.vocabulary.categories import CATEGORIES
-from shardwise.vocabulary.span import Span
+from shardwise.vocabulary.span import Span, busy_seconds, exposed_gaps
 
+NOT_MEASURED = "not measured"
 NOT_MEASURABLE = "not measurable here"
 """Shown for exposed communication that is smaller than the spread of the two times it is computed from."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Happening:
-    """An operation of the tape: its kind and subject, when after the step began, and its row of the ledger."""
-
-    kind: str
-    subject: str
-    num_bytes: int
-    seconds: float
-    row: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,18 +129,55 @@ class CaseResult:
         return None if ledger is None else {name: ledger.peak.num_bytes.get(name, 0) for name in CATEGORIES}
 
     @property
+    def tape_scale(self) -> float:
+        """The median step time relative to the taped step, whose length is at least that of its operations."""
+        length = max(self.tape_seconds or 0.0, *(one.seconds for one in self.tape)) if self.tape else 0.0
+        return self.seconds / length if self.ran and length else 1.0
+
+    @property
+    def scaled_tape(self) -> tuple[Happening, ...]:
+        """The tape with times as in a step of median length, so that all pictures of a step are as long as it."""
+        scale = self.tape_scale
+        return tuple(replace(one, seconds=one.seconds * scale) for one in self.tape)
+
+    @property
+    def spans(self) -> list[Span]:
+        """The timeline of rank 0: the scaled tape as spans, which end with the step."""
+        return recorded_spans(self.scaled_tape, end=self.seconds if self.ran else None)
+
+    @property
+    def exposed_spans(self) -> list[Span]:
+        """The times of the timeline in which nothing is computed while something is being sent.
+
+        None on a GPU: there the tape says when operations were issued, not when they ran.
+        """
+        return [] if self.reserved_bytes else list(exposed_gaps(self.spans))
+
+    @property
+    def is_exposed_by_timeline(self) -> bool:
+        """Whether exposed communication is that of the timeline: one was taped, on CPUs, and something was sent."""
+        return not self.reserved_bytes and any(span.queue != "compute" for span in self.spans)
+
+    @property
     def exposed_seconds(self) -> float | None:
-        """The time by which a step is shorter without communication; None if `why_not_exposed` says why."""
+        """Exposed communication of the timeline; without one, what a step takes longer than without communication.
+
+        None if `why_not_exposed` says why.
+        """
         if self.why_not_exposed:
             return None
+        if self.is_exposed_by_timeline:
+            return busy_seconds(self.exposed_spans)
         assert self.silent_seconds is not None
         return self.seconds - self.silent_seconds.median
 
     @property
     def why_not_exposed(self) -> str:
         """Not measured, or lost in noise: the difference is negative, or smaller than the spread of the two times."""
+        if self.step_seconds is not None and self.is_exposed_by_timeline:
+            return ""
         if self.step_seconds is None or self.silent_seconds is None:
-            return "not measured"
+            return NOT_MEASURED
         is_longer = self.step_seconds.median > self.silent_seconds.median
         is_clear = is_longer and not self.step_seconds.overlaps(self.silent_seconds)
         return "" if is_clear else NOT_MEASURABLE

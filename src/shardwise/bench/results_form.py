@@ -7,8 +7,9 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shardwise.bench.case_result import CaseResult, Happening, PredictedCase, UnitOutline
+from shardwise.bench.case_result import CaseResult, PredictedCase, UnitOutline
 from shardwise.bench.spread import Spread
+from shardwise.bench.tape_spans import Happening
 from shardwise.errors import ShardwiseError
 from shardwise.files.form import (
     Form,

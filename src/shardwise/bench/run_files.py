@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardwise.bench.case_result import Happening, UnitOutline
+from shardwise.bench.case_result import UnitOutline
+from shardwise.bench.tape_spans import Happening
 from shardwise.profile.memory_ledger import MemoryLedger
 from shardwise.train.config import TrainConfig
 

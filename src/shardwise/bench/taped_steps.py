@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import torch
 
-from shardwise.bench.case_result import Happening
 from shardwise.bench.run_files import Found
 from shardwise.bench.subject import BenchTraining
+from shardwise.bench.tape_spans import Happening
 from shardwise.engine.core.tape import TapeEntry
 from shardwise.engine.engine import tape
 from shardwise.engine.protocol import find_engine

@@ -47,7 +47,7 @@ OPTIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             *("--lora", "--lora-targets", "--quantize"),
         ),
         "Plan (what is not given is chosen)": (
-            *("--strategy", "--goal", "--budget", "--host-memory", "--micro-batch", "--accumulate"),
+            *("--strategy", "--goal", "--budget", "--host-memory", "--offload", "--micro-batch", "--accumulate"),
             *("--accumulate-reduced", "--mesh", "--precision", "--reduce-dtype", "--recompute", "--tile", "--compile"),
             *("--update", "--capture", "--overlap"),
         ),

@@ -8,7 +8,7 @@ from shardwise.errors import InvalidPlan
 from shardwise.hardware import Cluster
 from shardwise.plan import Plan
 from shardwise.plan.limits import LIMITS
-from shardwise.plan.placement import AUTO
+from shardwise.plan.placement import AUTO, SHARDED, STRATEGIES
 from shardwise.planner.memory.states import needs_whole_matrices
 from shardwise.planner.search.auto import AutoRequest, NoPlanFits, solve_plan, with_budget
 from shardwise.planner.search.candidates import Candidate, candidates, cost
@@ -82,7 +82,7 @@ class PlanAnswer:
 
 
 def answer(question: PlanQuestion) -> PlanAnswer:
-    strategies = strategies_for_engine(question.strategy, engine=question.plan.engine, mesh=question.plan.mesh)
+    strategies = _strategies(question)
     cluster = with_budget(question.cluster, budget_bytes=question.budget_bytes)
     spec_for, optimizer = question.source.spec_for, question.optimizer
     found = candidates(
@@ -101,15 +101,8 @@ def answer(question: PlanQuestion) -> PlanAnswer:
         chosen = recommend(found, goal=question.goal, spec_for=spec_for, optimizer=optimizer)
         why = reasons(chosen)
         if chosen.reason is Reason.NOTHING_FITS:
-            ways = ways_out(
-                spec_for,
-                plan=question.plan,
-                strategies=strategies,
-                cluster=cluster,
-                optimizer=optimizer,
-                host_bytes=question.host_bytes,
-            )
-            why = no_fit(ways, asked=question.plan, strategies=strategies, cluster=cluster)
+            ways = ways_out(spec_for, plan=question.plan, strategies=strategies, cluster=cluster, optimizer=optimizer)
+            why = no_fit(ways, asked=question.plan, found=found)
     return PlanAnswer(
         question=question,
         found=found,
@@ -125,6 +118,19 @@ def answer(question: PlanQuestion) -> PlanAnswer:
         training=_training(question, found),
         spans=_spans(question, chosen.best),
     )
+
+
+def _strategies(question: PlanQuestion) -> list[str]:
+    """Return the strategies of the table; only those that shard gradients can keep states in host memory."""
+    plan = question.plan
+    found = strategies_for_engine(question.strategy, engine=plan.engine, mesh=plan.mesh)
+    sharded = [name for name in found if STRATEGIES[name].grads is SHARDED]
+    if plan.offload_states and not sharded:
+        raise InvalidPlan(
+            f"--offload states with --strategy {question.strategy}: what every rank holds whole stays on the device; "
+            "take zero2, shard_grad_op or fsdp"
+        )
+    return sharded if plan.offload_states else found
 
 
 def _with_auto(question: PlanQuestion, found: list[Candidate]) -> tuple[list[Candidate], Recommendation, str]:

@@ -4,8 +4,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from shardwise.cli.shared_options import OPTIMIZERS
+from shardwise.cli.strategies import comma_separated
 from shardwise.cli.terminal import status_line
 from shardwise.errors import InvalidPlan, UnknownName
 from shardwise.plan.limits import LIMITS, EngineLimits
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from shardwise.sources import Source
 
 GOALS = ("throughput", "memory")
-OPTIMIZERS = ("adamw", "adamw-foreach", "adamw-loop", "adam", "sgd", "muon")
+OFFLOADS = ("states", "activations")
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
@@ -41,11 +43,20 @@ def parse_count(text: str | None, *, option: str) -> float | None:
     return float(found[1]) * _COUNTS[found[2]]
 
 
-def parse_host_memory(text: str | None) -> int | None:
+def parse_host_memory(text: str | None, *, option: str) -> int | None:
     """Parse `110GiB`, or 0 for none; None if the option is not given."""
     if text is None or text.strip() == "0":
         return None if text is None else 0
-    return byte_count(text, key="--host-memory")
+    return byte_count(text, key=option)
+
+
+def parse_offload(text: str | None) -> dict[str, Any]:
+    """Parse `states,activations` into the settings of a plan."""
+    names = comma_separated(text or "")
+    for name in names:
+        if name not in OFFLOADS:
+            raise UnknownName.of("offload", name, known=OFFLOADS)
+    return {f"offload_{name}": True for name in names}
 
 
 def parse_mesh(text: str | None) -> Mesh | None:
@@ -67,8 +78,8 @@ def hybrid_mesh(strategy: str, *, cluster: "Cluster") -> Mesh | None:
     return Mesh(replicate=cluster.num_nodes, shard=cluster.devices_per_node)
 
 
-def parse_recompute(text: str) -> tuple[str, dict[str, str]]:
-    """Parse `full`, or `full,blocks.[0-8]=none`, into (the default, pattern → what the matching units do)."""
+def parse_recompute(text: str) -> dict[str, Any]:
+    """Parse `full`, or `full,blocks.[0-8]=none`, into the settings of a plan."""
     default, overrides = "none", {}
     for part in (part.strip() for part in text.split(",")):
         pattern, equals, way = part.rpartition("=")
@@ -76,7 +87,7 @@ def parse_recompute(text: str) -> tuple[str, dict[str, str]]:
             overrides[pattern] = way
         else:
             default = part
-    return default, overrides
+    return {"recompute": default, "recompute_overrides": overrides}
 
 
 def parse_tile(texts: list[str] | None) -> dict[str, int] | None:
@@ -100,6 +111,7 @@ def planned_cluster(
     matmul_precision: str | None,
     here: bool,
     fabric_gbps: float | None = None,
+    host_bytes: int | None = None,
 ) -> "Cluster":
     from shardwise.hardware import cluster_of
     from shardwise.hardware.cluster import plain_fabric
@@ -115,7 +127,7 @@ def planned_cluster(
         software=software.on(cluster.device.software),
         matmul_precision=matmul_precision or cluster.device.matmul_precision,
     )
-    cluster = replace(cluster, device=device)
+    cluster = replace(cluster, device=device, host_bytes=cluster.host_bytes if host_bytes is None else host_bytes)
     if fabric_gbps is not None:
         if cluster.num_nodes == 1:
             raise InvalidPlan(f"--fabric-gbps {fabric_gbps:g}: {cluster} is one node; say how many: 2x{cluster}")

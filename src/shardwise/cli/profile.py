@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from shardwise.cli.plan_options import OPTIMIZERS, check_names
-from shardwise.cli.shared_options import AsJson, DeviceKind, Engine, ImageSize, SampleLength, device_kind
+from shardwise.cli.plan_options import check_names
+from shardwise.cli.shared_options import AsJson, DeviceKind, Engine, ImageSize, Optimizer, SampleLength, device_kind
 from shardwise.cli.strategies import strategies_for_engine
 from shardwise.cli.terminal import check_output, print_line, status_line
 from shardwise.errors import InvalidModel, InvalidPlan
@@ -32,7 +32,7 @@ def profile(
         str | None, Option(help="fp32, bf16, fp16 or fp8 (default: bf16 on a GPU, fp32 on a CPU).")
     ] = None,
     recompute: Annotated[str, Option(help="none, full or selective.")] = "none",
-    optimizer: Annotated[str, Option(help=f"{', '.join(OPTIMIZERS)}.")] = "adamw",
+    optimizer: Optimizer = "adamw",
     engine: Engine = "shardwise",
     device: DeviceKind = None,
     steps: Annotated[int, Option(min=1, help="Timed steps.")] = 3,

@@ -1,15 +1,24 @@
 """`shardwise rent`: which GPUs to rent for a training, with the plan, the days and the cost of each."""
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Exit, Option
 
-from shardwise.cli.plan_options import OPTIMIZERS, check_names, parse_count
-from shardwise.cli.shared_options import AsJson, LoraRank, LoraTargets, Quantize, SampleLength
+from shardwise.cli.plan_options import check_names, parse_count, parse_host_memory
+from shardwise.cli.shared_options import (
+    AsJson,
+    LoraRank,
+    LoraTargets,
+    Optimizer,
+    Precision,
+    Quantize,
+    SampleLength,
+    SavedPlan,
+)
 from shardwise.cli.terminal import status_line
 from shardwise.errors import InvalidPlan
+from shardwise.vocabulary.quantities import SIZE_EXAMPLE
 
 if TYPE_CHECKING:
     from shardwise.hardware.prices import Price
@@ -27,14 +36,21 @@ def rent(
         Option(metavar="KIND=PRICE", help="Dollars per GPU-hour of a kind, such as h100-80gb=2.5; may be repeated."),
     ] = None,
     seq: SampleLength = None,
-    precision: Annotated[str, Option(help="fp32, bf16, fp16, fp8, or native (the dtypes of the model).")] = "bf16",
+    host_memory: Annotated[
+        str | None,
+        Option(
+            "--host-memory-per-gpu",
+            help=f"Host memory per GPU that a plan may use, such as {SIZE_EXAMPLE}; 0: none (default: as listed).",
+        ),
+    ] = None,
+    precision: Precision = "bf16",
     lora: LoraRank = None,
     lora_targets: LoraTargets = None,
     quantize: Quantize = None,
-    optimizer: Annotated[str, Option(help=f"{', '.join(OPTIMIZERS)}.")] = "adamw",
+    optimizer: Optimizer = "adamw",
     every: Annotated[bool, Option("--all", help="Show every kind and count that fits, not the best few.")] = False,
     as_json: AsJson = False,
-    save: Annotated[Path | None, Option(help="Write the recommended plan as PLAN.toml.")] = None,
+    save: SavedPlan = None,
 ) -> None:
     """Rank GPUs to rent for a training, each with its best plan, days and cost."""
     check_names(optimizer=optimizer)
@@ -59,8 +75,9 @@ def rent(
         max_price=max_price,
         max_days=max_days,
     )
-    listed = prices(price or ())
-    devices = {device_of(kind): one.per_gpu_hour for kind, one in listed.items()}
+    host_bytes = parse_host_memory(host_memory, option="--host-memory-per-gpu")
+    listed = prices(price or (), host_bytes=host_bytes)
+    devices = {device_of(kind): one for kind, one in listed.items()}
     with status_line(f"Planning {model} on {len(devices)} kinds of GPU …"):
         found = rentals(source.spec_for, devices=devices, wish=wish, looks=None if every else LOOKS)
     best = recommended(found, wish=wish)

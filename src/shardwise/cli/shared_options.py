@@ -1,11 +1,13 @@
 """Options that several commands share."""
 
+from pathlib import Path
 from typing import Annotated
 
 from typer import Option
 
 from shardwise.errors import InvalidCluster
 
+OPTIMIZERS = ("adamw", "adamw-foreach", "adamw-loop", "adam", "sgd", "muon")
 AsJson = Annotated[bool, Option("--json", help="Print JSON and nothing else.")]
 DeviceKind = Annotated[str | None, Option("--device", help="cuda or cpu (default: cuda if there is a GPU).")]
 Engine = Annotated[str, Option("--engine", help="shardwise, or torch's own DDP and fully_shard.")]
@@ -15,8 +17,11 @@ LoraTargets = Annotated[
     str | None,
     Option("--lora-targets", help="Linear layers with adapters, such as q_proj,v_proj (default: all of the blocks)."),
 ]
+Optimizer = Annotated[str, Option("--optimizer", help=f"{', '.join(OPTIMIZERS)}.")]
+Precision = Annotated[str, Option("--precision", help="fp32, bf16, fp16, fp8, or native (the dtypes of the model).")]
 Quantize = Annotated[str | None, Option("--quantize", help="With --lora: the frozen base in nf4 (QLoRA).")]
 SampleLength = Annotated[int | None, Option("--seq", help="Tokens per sample.")]
+SavedPlan = Annotated[Path | None, Option("--save", help="Write the recommended plan as PLAN.toml.")]
 Settings = Annotated[
     list[str] | None, Option("--set", metavar="section.key=value", help="Override one key of CONFIG; may be repeated.")
 ]

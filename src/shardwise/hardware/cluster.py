@@ -28,6 +28,7 @@ class Cluster:
     link     between the devices of a node; None if unknown
     fabric   between nodes; None for one node
     assumes_fabric   whether that is the device's usual one, because none was given
+    host_bytes   memory of each node's host that a plan may use; None if unknown
     """
 
     num_nodes: int = key(1, "machines", least=1)
@@ -36,6 +37,7 @@ class Cluster:
     link: Link | None = None
     fabric: Fabric | None = None
     assumes_fabric: bool = False
+    host_bytes: int | None = key(None, "bytes of each machine's memory that a plan may use; 0: none", least=0)
 
     def __post_init__(self) -> None:
         check_keys(self, error=InvalidCluster)
@@ -59,7 +61,13 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def make_cluster(
-    device: Device, *, num_nodes: int, devices_per_node: int, fabric: Fabric | None, link: Link | None = None
+    device: Device,
+    *,
+    num_nodes: int,
+    devices_per_node: int,
+    fabric: Fabric | None,
+    link: Link | None = None,
+    host_bytes: int | None = None,
 ) -> Cluster:
     """Return a cluster with the device's own link and, for several nodes, its usual fabric, unless they are given."""
     if link is None and device.link is not None:
@@ -74,6 +82,7 @@ def make_cluster(
         link=link,
         fabric=fabric,
         assumes_fabric=is_assumed,
+        host_bytes=host_bytes,
     )
 
 

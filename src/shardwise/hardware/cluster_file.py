@@ -4,6 +4,7 @@ num_nodes = 2                  # default: 1
 devices_per_node = 4
 device = "h100-80gb"           # or a table, see below
 fabric = "ib-4x200"            # or a table; default: the device's usual one
+host_bytes = 256_000_000_000   # of each machine's memory, that a plan may use; default: unknown
 software = "2023"              # a preset, or { attention = "flash-2", … } (software.toml); default: current
 matmul_precision = "high"      # the argument of torch.set_float32_matmul_precision; default: highest
 

@@ -5,7 +5,7 @@ our engine's rules or torch's; what it adds, in time or memory, is given here.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from shardwise.errors import InvalidPlan, UnknownName
@@ -81,26 +81,27 @@ OWN = System()
 _BUCKET, _PREFETCH = 2 * 500_000_000, 2 * 50_000_000
 # Fitted to DeepSpeed's published rows of GPT-2 and BERT with ZeRO-2 and ZeRO-3 on 16 V100s, of 2021: hooks that copy,
 # reduce or gather each tensor by itself, and wait. Its ZeRO-1 and plain data parallelism take as long as ours.
-_DEEPSPEED = {
-    "title": "DeepSpeed",
-    "is_foreign": True,
-    "source": "DeepSpeed's configuration: reduces in the dtype of the computation, stages 2 and 3 in every pass; "
+_DEEPSPEED = System(
+    title="DeepSpeed",
+    is_foreign=True,
+    source="DeepSpeed's configuration: reduces in the dtype of the computation, stages 2 and 3 in every pass; "
     "stages 1 and 2 gather parameters after the update, without overlap",
-    "reduces_as_computed": True,
-    "accumulate_reduced": True,
-    "overlap": "gradients",
-    "tensor_seconds": {"zero2": 0.35e-3, "shard_grad_op": 1.2e-3, "fsdp": 1.2e-3},
-    "buffer_bytes": {"zero2": _BUCKET, "fsdp": _BUCKET + _PREFETCH},
-}
+    reduces_as_computed=True,
+    accumulate_reduced=True,
+    overlap="gradients",
+    tensor_seconds={"zero2": 0.35e-3, "shard_grad_op": 1.2e-3, "fsdp": 1.2e-3},
+    buffer_bytes={"zero2": _BUCKET, "fsdp": _BUCKET + _PREFETCH},
+)
+# torch's fully_shard, which several systems wrap.
+_FULLY_SHARD = System(engine="torch", strategies=("fsdp", "shard_grad_op"))
 
 _SYSTEMS = (
-    System(
+    replace(
+        _FULLY_SHARD,
         name="torch-fsdp",
         title="PyTorch FSDP",
         source="torch.distributed.fsdp: without a reduce_dtype gradients are reduced in param_dtype; without no_sync "
         "in every pass",
-        engine="torch",
-        strategies=("fsdp", "shard_grad_op"),
         reduces_as_computed=True,
         accumulate_reduced=True,
     ),
@@ -123,9 +124,9 @@ _SYSTEMS = (
         accumulate_reduced=True,
         copies_gradients=True,
     ),
-    System(name="deepspeed", strategies=("zero2", "ddp", "zero1", "fsdp"), **_DEEPSPEED),  # type: ignore[arg-type]
-    System(name="deepspeed-zero2", strategies=("zero2",), **_DEEPSPEED),  # type: ignore[arg-type]
-    System(name="deepspeed-zero3", strategies=("fsdp",), **_DEEPSPEED),  # type: ignore[arg-type]
+    replace(_DEEPSPEED, name="deepspeed", strategies=("zero2", "ddp", "zero1", "fsdp")),
+    replace(_DEEPSPEED, name="deepspeed-zero2", strategies=("zero2",)),
+    replace(_DEEPSPEED, name="deepspeed-zero3", strategies=("fsdp",)),
     System(
         name="megatron-ddp",
         title="Megatron-Core DDP",
@@ -147,48 +148,43 @@ _SYSTEMS = (
         overlap="gradients",
         buffer_bytes={"zero1": 512 * 2**20},
     ),
-    System(
+    replace(
+        _FULLY_SHARD,
         name="accelerate",
         title="Accelerate's FSDP plugin",
         source="accelerate: reduce_dtype = param_dtype with mixed_precision; accumulate() enters no_sync unless "
         "sync_each_batch is set",
-        engine="torch",
-        strategies=("fsdp", "shard_grad_op"),
         reduces_as_computed=True,
     ),
-    System(
+    replace(
+        _FULLY_SHARD,
         name="torchtitan",
         title="torchtitan",
         source="torchtitan's configs: mixed_precision_param bfloat16, mixed_precision_reduce float32; its run_train.sh "
         "sets expandable_segments",
-        engine="torch",
-        strategies=("fsdp", "shard_grad_op"),
         accumulate_reduced=True,
         is_expandable=True,
     ),
-    System(
+    replace(
+        _FULLY_SHARD,
         name="prime-rl",
         title="prime-rl's SFT trainer",
         source="prime-rl, trainer/sft: fully_shard with reduce_dtype float32; its loop holds the fp32 logits of a pass "
         "in a variable (its RL trainer computes the head in chunks: --loss fused)",
-        engine="torch",
-        strategies=("fsdp", "shard_grad_op"),
         accumulate_reduced=True,
         loss=KEPT,
     ),
-    System(
+    replace(
+        _DEEPSPEED,
         name="arctic",
+        title="ArcticTraining",
+        source="ArcticTraining, projects/sequence-parallelism: DeepSpeed ZeRO-3, tiled MLP, logits and loss in tiles, "
+        "expandable_segments",
         strategies=("fsdp",),
         loss=FUSED,
         # It takes as many tokens per tile as the model is wide.
         tile_tokens=4096,
         is_expandable=True,
-        **{  # type: ignore[arg-type]
-            **_DEEPSPEED,
-            "title": "ArcticTraining",
-            "source": "ArcticTraining, projects/sequence-parallelism: DeepSpeed ZeRO-3, tiled MLP, logits and loss in "
-            "tiles, expandable_segments",
-        },
     ),
     System(
         name="yafsdp",

@@ -14,7 +14,6 @@ from typing import Any
 
 from shardwise.bench.case_result import CaseResult
 from shardwise.bench.results import Bench
-from shardwise.report.tape_spans import scaled_tape, spans_of
 from shardwise.vocabulary.span import QUEUES, Span
 
 PerfettoEvent = dict[str, Any]
@@ -36,7 +35,7 @@ def _process(case: CaseResult, *, process: int) -> Iterator[PerfettoEvent]:
     lanes = [(source, queue) for source in (_PREDICTED, _RECORDED) for queue in QUEUES]
     threads = {lane: number for number, lane in enumerate(lanes, 1)}
     spans = () if case.predicted is None else case.predicted.spans
-    recorded = spans_of(case)
+    recorded = case.spans
     used = {(_PREDICTED, span.queue) for span in spans} | {(_RECORDED, span.queue) for span in recorded}
     if case.tape:
         used.add((_RECORDED, QUEUES[0]))
@@ -63,7 +62,7 @@ def _instants(case: CaseResult, *, process: int, thread: int, drawn: Sequence[Sp
     """Yield the operations that no span shows: waits, frees, flags, broadcasts."""
     # The tape records the end of an update, and the start of everything else.
     shown = {(span.name, moment) for span in drawn for moment in (span.start, span.end)}
-    for one in scaled_tape(case):
+    for one in case.scaled_tape:
         name = f"{one.kind} {one.subject}"
         if (name, one.seconds) not in shown:
             event = {"ph": "i", "s": "t", "name": name, "cat": one.kind, "pid": process, "tid": thread}
@@ -72,7 +71,7 @@ def _instants(case: CaseResult, *, process: int, thread: int, drawn: Sequence[Sp
 
 def _counters(case: CaseResult, *, process: int) -> Iterator[PerfettoEvent]:
     """Yield the most live bytes of each row, at the time when the row started."""
-    ledger, tape = case.measured_ledger(0), scaled_tape(case)
+    ledger, tape = case.measured_ledger(0), case.scaled_tape
     if ledger is None or not tape:
         return
     starts: dict[int, float] = {}

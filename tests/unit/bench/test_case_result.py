@@ -10,6 +10,7 @@ from report.sample_bench import sample_bench
 from shardwise.bench.case_result import CaseResult
 from shardwise.bench.results import load_bench
 from shardwise.bench.results_form import CASE
+from shardwise.vocabulary.span import busy_seconds, exposed_gaps
 
 RESULTS = sorted((Path(__file__).parents[3] / "benchmarks" / "results").glob("bench_*.json"))
 
@@ -47,9 +48,19 @@ def test_a_recorded_step_that_held_more_than_the_timed_ones_is_not_shown_as_thei
     assert replace(case, ledgers=()).peak_parts() is None
 
 
+def untaped() -> CaseResult:
+    return replace(ran(None)[0], tape=())
+
+
 class TestExposed:
-    def test_a_negative_difference_is_noise_and_null_in_json(self) -> None:
+    def test_with_a_timeline_it_is_what_the_timeline_shows(self) -> None:
         case = ran(None)[0]
+        assert case.exposed_seconds == busy_seconds(exposed_gaps(case.spans)) > 0
+        assert replace(case, silent_seconds=None).exposed_seconds == case.exposed_seconds
+        assert case.to_data()["exposed_seconds"] == case.exposed_seconds
+
+    def test_a_negative_difference_is_noise_and_null_in_json(self) -> None:
+        case = untaped()
         assert case.step_seconds is not None
         slower = replace(case.step_seconds, values=tuple(2 * one for one in case.step_seconds.values))
         noisy = replace(case, silent_seconds=slower)
@@ -59,17 +70,17 @@ class TestExposed:
         assert CASE(data, "") == noisy
 
     def test_ranges_that_overlap_are_noise_too(self) -> None:
-        case = ran(None)[0]
+        case = untaped()
         assert case.step_seconds is not None
         nearly = replace(case.step_seconds, values=tuple(0.99 * one for one in case.step_seconds.values))
         assert replace(case, silent_seconds=nearly).why_not_exposed == "not measurable here"
 
     def test_a_clear_difference_is_what_it_is(self) -> None:
-        case = ran(None)[0]
+        case = untaped()
         assert case.step_seconds is not None
         assert case.silent_seconds is not None
         assert case.exposed_seconds == case.step_seconds.median - case.silent_seconds.median
         assert case.to_data()["exposed_seconds"] == case.exposed_seconds
 
     def test_without_a_run_it_was_not_measured(self) -> None:
-        assert replace(ran(None)[0], silent_seconds=None).why_not_exposed == "not measured"
+        assert replace(untaped(), silent_seconds=None).why_not_exposed == "not measured"

@@ -67,6 +67,21 @@ def test_host_memory_is_shown_and_limited(capfd: pytest.CaptureFixture[str]) -> 
     assert all(2 * one["host_bytes"] <= 1.5 * auto["host_bytes"] for one in too_small["candidates"])
 
 
+def test_a_fixed_plan_in_host_memory_does_not_fit_if_there_is_too_little(capfd: pytest.CaptureFixture[str]) -> None:
+    job = ("gpt-1.3b", "--cluster", "1xh100-80gb", "--micro-batch", "1", "--offload", "states")
+    found = as_json(capfd, *job)["candidates"]
+    assert [one["strategy"] for one in found] == ["zero2", "shard_grad_op", "fsdp"], "states of the others stay"
+    assert {one["fits"] for one in found} == {"yes"}
+    needed = min(one["host_bytes"] for one in found) / 2**30
+    assert run(*job, "--host-memory", f"{needed - 1:.3f}GiB") == 1
+    words = " ".join(capfd.readouterr().out.split())
+    assert f"needs {needed:.1f} GiB of host memory per node, of {needed - 1:.1f} GiB" in words
+    assert run("gpt-1.3b", "--cluster", "1xh100-80gb", "--offload", "states", "--strategy", "ddp") == 2
+    assert "take zero2, shard_grad_op or fsdp" in capfd.readouterr().err
+    assert run("gpt-1.3b", "--cluster", "1xh100-80gb", "--offload", "gradients") == 2
+    assert "'gradients'" in capfd.readouterr().err
+
+
 def test_a_host_memory_that_is_no_size_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
     assert run("gpt2-124m", "--cluster", "1xh200", "--host-memory", "much") == 2
     assert "--host-memory = 'much': must be a size" in capfd.readouterr().err

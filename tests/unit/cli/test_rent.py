@@ -43,6 +43,21 @@ def test_adapters_are_planned_and_part_of_the_command_for_the_plan(
     assert "shardwise plan llama-tiny --lora 4 --lora-targets q --cluster" in " ".join(capfd.readouterr().out.split())
 
 
+def test_a_plan_in_host_memory_comes_with_the_command_that_finds_it(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwise.planner.search.rent.COUNTS", (1,))
+    monkeypatch.setattr("shardwise.planner.search.rent.MACHINES", ())
+    job = ("gpt2-1.5b", "--tokens", "2B", "--price", "rtx-4090=0.4", "--price", "h100-80gb=1000")
+    assert run(*job, "--host-memory-per-gpu", "60GiB") == 0
+    out = " ".join(capfd.readouterr().out.split())
+    assert "▶ 1xrtx-4090 auto" in out
+    assert "host memory (optimizer states in host memory" in out
+    assert "shardwise plan gpt2-1.5b --cluster 1xrtx-4090 --strategy auto --host-memory 60GiB --save plan.toml" in out
+    assert run(*job, "--host-memory-per-gpu", "0", "--json") == 0
+    assert "1xrtx-4090" not in capfd.readouterr().out
+
+
 def test_nothing_within_the_limits_says_what_is_nearest_and_exits_with_1(capfd: pytest.CaptureFixture[str]) -> None:
     assert run("gpt2-124m", "--tokens", "2B", "--max-price", "1", "--json") == 1
     data = json.loads(capfd.readouterr().out)

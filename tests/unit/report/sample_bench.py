@@ -1,8 +1,9 @@
 """A bench that nobody ran: the planner's own numbers in the place of measured ones, for pages and tables."""
 
-from shardwise.bench.case_result import CaseResult, Happening, PredictedCase, UnitOutline
+from shardwise.bench.case_result import CaseResult, PredictedCase, UnitOutline
 from shardwise.bench.results import Bench, Equivalence
 from shardwise.bench.spread import Spread
+from shardwise.bench.tape_spans import Happening
 from shardwise.hardware import cluster_of
 from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES

@@ -6,7 +6,6 @@ from report.sample_bench import sample_bench
 
 from shardwise.bench.results import Bench
 from shardwise.report.perfetto import trace_of
-from shardwise.report.tape_spans import scaled_tape
 from shardwise.vocabulary.categories import CATEGORIES
 
 
@@ -64,7 +63,7 @@ def test_every_operation_of_the_tape_is_a_slice_or_an_instant(bench: Bench) -> N
         for one in events(bench, phase, fsdp + 1)
         if one["tid"] in recorded
     ]
-    tape = [(f"{one.kind} {one.subject}", one.seconds * 1e6) for one in scaled_tape(bench.cases[fsdp])]
+    tape = [(f"{one.kind} {one.subject}", one.seconds * 1e6) for one in bench.cases[fsdp].scaled_tape]
     assert sorted(tape) == sorted(found, key=lambda one: (one[0], one[1].expected))
 
 

@@ -39,14 +39,12 @@ class NoPlanFits(ShardwiseError):  # noqa: N818
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoRequest:
-    """A request for a plan.
+    """A request for a plan. Host memory that the cluster states may also replace recomputation.
 
     plan          the fixed settings: precision, engine, mesh and micro-batch if set, and so on. The solver chooses the
                   strategy, recompute, their overrides, and compile if that is auto
     budget_bytes  memory to use per device (default: all)
     global_batch  samples per step over all ranks (default: plan.accumulate passes)
-    host_bytes    host memory of each node that may be used instead of recomputation (default: any, but only where
-                  nothing else fits); 0: none
     rows          strategies that units may have (default: all that the engine can run)
     quick         skip the allocator's model
     """
@@ -56,7 +54,6 @@ class AutoRequest:
     optimizer: str = "adamw"
     budget_bytes: int | None = None
     global_batch: int | None = None
-    host_bytes: int | None = None
     goal: str = "throughput"
     rows: tuple[str, ...] = ()
     recomputes: tuple[str, ...] = RECOMPUTES
@@ -75,7 +72,7 @@ def solve_plan(spec_for: SpecFor, *, request: AutoRequest) -> Solved:
     """Return the best plan that fits the budget with the planner's error band; raises NoPlanFits if there is none.
 
     If time cannot be predicted, return the simplest plan that fits, with the same choice for every unit. Host memory is
-    tried where nothing fits without it; where it is given, also instead of recomputation.
+    tried where nothing fits without it; where the cluster states it, also instead of recomputation.
     """
     return solve_for(costs_of(spec_for, request=request), request=request)
 
@@ -87,18 +84,7 @@ def costs_of(spec_for: SpecFor, *, request: AutoRequest) -> DialCosts:
         spec = spec_for(replace(plan, recompute=recompute))
     if request.plan.compile == AUTO and not turned_units(spec):
         plan = replace(plan, compile="none")
-    return DialCosts(
-        spec=spec,
-        base=plan,
-        cluster=request.cluster,
-        optimizer=request.optimizer,
-        host_limit=_host_limit(request),
-    )
-
-
-def _host_limit(request: AutoRequest) -> float:
-    """Return the host memory of each rank."""
-    return inf if request.host_bytes is None else request.host_bytes / request.cluster.devices_per_node
+    return DialCosts(spec=spec, base=plan, cluster=request.cluster, optimizer=request.optimizer)
 
 
 def _given(request: AutoRequest) -> Plan:
@@ -127,7 +113,7 @@ def _solve_with(costs: DialCosts, *, request: AutoRequest) -> Solved:
     request = replace(request, plan=costs.base)
     is_timed = why_not_timed(costs.spec, plan=costs.base, cluster=costs.cluster) is None
     dial = _best_dial(costs, request=request) if is_timed else _first_fit(costs, request=request)
-    is_short = dial is None or (request.host_bytes is not None and _recomputes(dial))
+    is_short = dial is None or (costs.cluster.host_bytes is not None and _recomputes(dial))
     if is_timed and is_short and _may_use_host(request):
         costs, dial = _with_host_memory(costs, dial, request=request)
     if dial is not None:
@@ -145,7 +131,7 @@ def _recomputes(dial: Dial) -> bool:
 def _may_use_host(request: AutoRequest) -> bool:
     """Return whether units may be given host memory: the engine can, the link is known, the plan has not decided."""
     plan, device = request.plan, request.cluster.device
-    is_free = not (plan.offload_states or plan.offload_activations) and request.host_bytes != 0
+    is_free = not (plan.offload_states or plan.offload_activations) and request.cluster.host_bytes != 0
     hindered = plan.captures or plan.owned or needs_whole_matrices(request.optimizer)
     rows = request.rows or strategies_of(plan.engine)
     can = LIMITS[plan.engine].has("offload_states") and device.host_link is not None and _HOST_ROW in rows
@@ -165,9 +151,7 @@ def _with_host_memory(costs: DialCosts, dial: Dial | None, *, request: AutoReque
 
 
 def _based_on(costs: DialCosts, base: Plan) -> DialCosts:
-    return DialCosts(
-        spec=costs.spec, base=base, cluster=costs.cluster, optimizer=costs.optimizer, host_limit=costs.host_limit
-    )
+    return DialCosts(spec=costs.spec, base=base, cluster=costs.cluster, optimizer=costs.optimizer)
 
 
 def with_budget(cluster: Cluster, *, budget_bytes: int | None) -> Cluster:
@@ -235,7 +219,7 @@ def _second_look(solver: Solver, *, found: Dial | None, limit: float) -> Dial | 
             break
         if (len(own) >= _LOOKS[is_uniform] and (found is not None or not is_uniform)) or structure in own:
             continue
-        if costs.tensor_bytes(dial) <= limit and solver.is_better(dial, found):
+        if costs.tensor_bytes(dial) <= limit and costs.fits_host(dial) and solver.is_better(dial, found):
             own.add(structure)
             smaller = _shrunk(dial, solver=solver, limit=limit)
             if smaller is not None and solver.is_better(smaller, found):
@@ -320,7 +304,7 @@ def _simplicity(dial: Dial) -> tuple[int, int, int, int]:
 
 def _is_within(dial: Dial, *, costs: DialCosts, request: AutoRequest) -> bool:
     limit = _limit(costs, request=request)
-    if costs.tensor_bytes(dial) > limit:
+    if costs.tensor_bytes(dial) > limit or not costs.fits_host(dial):
         return False
     return request.quick or limit == inf or costs.device_bytes(dial, limit_bytes=limit) <= limit
 

@@ -108,7 +108,7 @@ def cost(
     """
     check_planned_fp8(spec, plan=plan, device=cluster.device)
     memory = _memory(spec, plan=plan, cluster=cluster, optimizer=optimizer, quick=True, system=system)
-    if not quick and _fits(memory.device_bytes, plan=plan, cluster=cluster) != "no":
+    if not quick and _fits(memory, plan=plan, cluster=cluster) != "no":
         # If its tensors alone do not fit, the allocator's model need not be run.
         memory = _memory(spec, plan=plan, cluster=cluster, optimizer=optimizer, system=system)
     job = job_of(spec, plan=plan, num_ranks=cluster.num_ranks, optimizer=optimizer, device=cluster.device.torch_type)
@@ -118,7 +118,7 @@ def cost(
         cluster=cluster,
         memory=memory,
         time=estimate_time(spec, **how),  # type: ignore[arg-type]
-        fits=_fits(memory.device_bytes, plan=plan, cluster=cluster),
+        fits=_fits(memory, plan=plan, cluster=cluster),
         seq=spec.seq,
         sent_bytes=sent_bytes(job),
         system=system,
@@ -168,8 +168,15 @@ def cluster_memory(
     )
 
 
-def _fits(device_bytes: int, *, plan: Plan, cluster: Cluster) -> str:
-    capacity = capacity_bytes(cluster)
+def fits_host(rank_bytes: int, *, cluster: Cluster) -> bool:
+    """Return whether all ranks of a node may have so many bytes of host memory each."""
+    return cluster.host_bytes is None or rank_bytes * cluster.devices_per_node <= cluster.host_bytes
+
+
+def _fits(memory: MemoryEstimate, *, plan: Plan, cluster: Cluster) -> str:
+    capacity, device_bytes = capacity_bytes(cluster), memory.device_bytes
+    if not fits_host(memory.host_bytes, cluster=cluster):
+        return "no"
     if capacity is None:
         return "unknown"
     if device_bytes * (1 + engine_model_of(plan).error_band) <= capacity:
@@ -190,7 +197,7 @@ def largest_batch(
     def fits(batch: int, *, quick: bool) -> bool:
         sized = replace(plan, micro_batch=batch)
         memory = _memory(spec, plan=sized, cluster=cluster, optimizer=optimizer, quick=quick, system=system)
-        return _fits(memory.device_bytes, plan=plan, cluster=cluster) == "yes"
+        return _fits(memory, plan=plan, cluster=cluster) == "yes"
 
     batch = largest_fitting(lambda batch: fits(batch, quick=True))
     return batch if batch == 1 or quick else _refined(batch, fits=lambda batch: fits(batch, quick=False))
@@ -295,7 +302,7 @@ def _largest_divisor(
             _memory(spec, plan=chosen, cluster=cluster, optimizer=optimizer, quick=look, system=system)
             for look in looks
         )
-        if all(_fits(peak.device_bytes, plan=plan, cluster=cluster) in ("yes", "unknown") for peak in peaks):
+        if all(_fits(peak, plan=plan, cluster=cluster) in ("yes", "unknown") for peak in peaks):
             return batch
     return batches.allowed()[0]
 

@@ -10,7 +10,7 @@ from math import inf
 from shardwise.hardware import Cluster
 from shardwise.plan import Plan
 from shardwise.planner.engine_model import engine_model_of
-from shardwise.planner.search.candidates import cluster_memory
+from shardwise.planner.search.candidates import cluster_memory, fits_host
 from shardwise.planner.search.dial import Choice, Dial, equal_units, plan_of, turned_units
 from shardwise.planner.time.step_time import estimate_time
 from shardwise.spec import ModelSpec
@@ -20,7 +20,6 @@ from shardwise.spec import ModelSpec
 class DialCosts:
     """The costs of the dials of one model on one cluster. `base`: the plan with all settings that a dial lacks.
 
-    host_limit   bytes of host memory that a rank may use
     names    the units of a dial's choices, in order
     classes  positions of consecutive equal units
     """
@@ -29,7 +28,6 @@ class DialCosts:
     base: Plan
     cluster: Cluster
     optimizer: str
-    host_limit: float = inf
     names: tuple[str, ...] = ()
     classes: tuple[range, ...] = ()
     _plans: dict[Dial, Plan] = field(default_factory=dict)
@@ -81,10 +79,8 @@ class DialCosts:
 
     def fits_host(self, dial: Dial) -> bool:
         """Return whether what is in host memory fits there."""
-        if self.host_limit == inf:
-            return True
         self.tensor_bytes(dial)
-        return self._host[replace(dial, accumulate=min(dial.accumulate, 2))] <= self.host_limit
+        return fits_host(self._host[replace(dial, accumulate=min(dial.accumulate, 2))], cluster=self.cluster)
 
     def speed(self, dial: Dial) -> float:
         """Return the samples per second of all ranks together."""

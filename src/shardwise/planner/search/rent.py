@@ -5,10 +5,12 @@ from dataclasses import dataclass, replace
 
 from shardwise.hardware import Cluster, Device
 from shardwise.hardware.cluster import make_cluster
+from shardwise.hardware.prices import Price
 from shardwise.plan import Plan
 from shardwise.plan.limits import strategies_of
-from shardwise.planner.search.auto import RECOMPUTES
-from shardwise.planner.search.candidates import Candidate, SpecFor, candidates
+from shardwise.plan.mesh import Mesh
+from shardwise.planner.search.auto import RECOMPUTES, AutoRequest, NoPlanFits, solve_plan
+from shardwise.planner.search.candidates import Candidate, SpecFor, candidates, cost
 from shardwise.planner.search.recommend import PAIR_BAND, best_of
 from shardwise.planner.search.training_cost import TrainingCost, training_cost
 from shardwise.planner.search.way_out import PER_NODE
@@ -56,18 +58,19 @@ def most_days(one: TrainingCost) -> float:
 
 
 def rentals(
-    spec_for: SpecFor, *, devices: Mapping[Device, float], wish: Wish, looks: int | None = LOOKS
+    spec_for: SpecFor, *, devices: Mapping[Device, Price], wish: Wish, looks: int | None = LOOKS
 ) -> list[TrainingCost]:
     """Return the best plan on each rental that fits, the recommended one first and then by `Wish.rank`.
 
-    `devices` have a price per GPU-hour. Several machines are tried only if nothing fits on one, or in time. `looks`:
-    how many rentals are returned, computed with the allocator's model; None for all, which is the exhaustive search.
+    Host memory is used on one GPU. Several machines are tried only if nothing fits on one without it, or in time.
+    `looks`: how many rentals are returned, computed with the allocator's model; None for all, which is the exhaustive
+    search.
     """
     found: list[TrainingCost] = []
     for sizes in ([(1, count) for count in COUNTS], [(nodes, PER_NODE) for nodes in MACHINES]):
-        clusters = [cluster for device in devices for cluster in _clusters(device, sizes=sizes)]
+        clusters = [cluster for device in devices for cluster in _clusters(device, price=devices[device], sizes=sizes)]
         found += _costs(spec_for, clusters=clusters, devices=devices, wish=wish, looks=looks)
-        if any(map(wish.is_in_time, found)):
+        if any(wish.is_in_time(one) and not one.candidate.memory.host_bytes for one in found):
             break
     first = recommended(found, wish=wish)
     return sorted(found, key=lambda one: (one is not first, wish.rank(one)))[:looks]
@@ -90,7 +93,10 @@ def recommended(found: Sequence[TrainingCost], *, wish: Wish) -> TrainingCost | 
 def best_on(
     spec_for: SpecFor, *, plan: Plan, cluster: Cluster, optimizer: str, quick: bool = False
 ) -> Candidate | None:
-    """Return the best of all strategies and recompute modes that fit, each at its largest micro-batch."""
+    """Return the best of all strategies and recompute modes that fit, each at its largest micro-batch.
+
+    Where none fits: the solver's plan with the host memory of the cluster.
+    """
     found = [
         one
         for recompute in RECOMPUTES
@@ -105,17 +111,44 @@ def best_on(
         )
         if one.fits == "yes" and one.time is not None
     ]
-    return best_of(found)
+    if found or not cluster.host_bytes:
+        return best_of(found)
+    return _in_host_memory(spec_for, request=AutoRequest(plan=plan, cluster=cluster, optimizer=optimizer, quick=quick))
 
 
-def _clusters(device: Device, *, sizes: Sequence[tuple[int, int]]) -> Iterator[Cluster]:
+def _in_host_memory(spec_for: SpecFor, *, request: AutoRequest) -> Candidate | None:
+    """Return the plan that the solver finds with host memory, if one with all states there fits: that is soon known."""
+    for update in ("device", "host"):
+        least = replace(
+            request.plan,
+            strategy="fsdp",
+            mesh=Mesh(shard=request.cluster.num_ranks),
+            recompute="full",
+            micro_batch=1,
+            offload_states=True,
+            offload_update=update,
+        )
+        smallest = cost(
+            spec_for(least), plan=least, cluster=request.cluster, optimizer=request.optimizer, quick=request.quick
+        )
+        if smallest.fits == "yes" and smallest.time is not None:
+            try:
+                return solve_plan(spec_for, request=request).candidate
+            except NoPlanFits:
+                return None
+    return None
+
+
+def _clusters(device: Device, *, price: Price, sizes: Sequence[tuple[int, int]]) -> Iterator[Cluster]:
     for nodes, count in sizes:
         if nodes == 1 or device.nic is not None:
-            yield make_cluster(device, num_nodes=nodes, devices_per_node=count, fabric=None)
+            # Several GPUs share the bandwidth of the host's memory, which is not modelled.
+            host_bytes = price.host_bytes if count == nodes == 1 else 0
+            yield make_cluster(device, num_nodes=nodes, devices_per_node=count, fabric=None, host_bytes=host_bytes)
 
 
 def _costs(
-    spec_for: SpecFor, *, clusters: Sequence[Cluster], devices: Mapping[Device, float], wish: Wish, looks: int | None
+    spec_for: SpecFor, *, clusters: Sequence[Cluster], devices: Mapping[Device, Price], wish: Wish, looks: int | None
 ) -> list[TrainingCost]:
     """Return the costs on those clusters on which something fits; the best `looks` of them."""
 
@@ -125,7 +158,7 @@ def _costs(
             for cluster in among
         ]
         found = (
-            training_cost(one, num_tokens=wish.num_tokens, price_per_gpu_hour=devices[one.cluster.device])
+            training_cost(one, num_tokens=wish.num_tokens, price_per_gpu_hour=devices[one.cluster.device].per_gpu_hour)
             for one in best
             if one is not None
         )

@@ -28,9 +28,8 @@ def ways_out(
     strategies: Sequence[str],
     cluster: Cluster,
     optimizer: str,
-    host_bytes: int | None = None,
 ) -> list[Candidate]:
-    """Return the smallest change of the plan that fits on these devices; `host_bytes`: as in AutoRequest.
+    """Return the smallest change of the plan that fits on these devices.
 
     If only a tight one does, or one in host memory, it is followed by the fewest devices that fit without it. If none
     does, these are all; if no number of devices does, nothing is.
@@ -52,7 +51,7 @@ def ways_out(
         smaller = max(fitting(ways), key=lambda found: found.batch, default=None)
         if smaller is not None:
             return [smaller]
-    request = AutoRequest(plan=plan, cluster=cluster, optimizer=optimizer, host_bytes=host_bytes)
+    request = AutoRequest(plan=plan, cluster=cluster, optimizer=optimizer)
     per_unit = _per_unit(spec_for, request=request)
     if per_unit is not None and not (per_unit.plan.offload_states or per_unit.plan.offload_activations):
         return [per_unit]
@@ -146,4 +145,5 @@ def larger_clusters(cluster: Cluster) -> Iterator[Cluster]:
             devices_per_node=size // nodes,
             fabric=cluster.fabric if nodes > 1 else None,
             link=cluster.link,
+            host_bytes=cluster.host_bytes,
         )

@@ -22,7 +22,6 @@ from shardwise.report.page.captions import beginning, caption
 from shardwise.report.page.frames import flights_of, operations_of, places_of, states_of
 from shardwise.report.page.html_document import asset
 from shardwise.report.snapshots import STATES, Holding, bucket_label
-from shardwise.report.tape_spans import scaled_tape
 from shardwise.report.text.ring_rounds import Round, first_cells, rounds
 from shardwise.report.text.step_picture import OTHER_NAMES, in_words
 from shardwise.vocabulary.categories import CATEGORIES, GRADS
@@ -112,7 +111,7 @@ def _case(case: CaseResult, *, placements: Mapping[str, Placement], mesh: Mesh) 
     is_after = all(ledger is None or len(ledger.operations) == len(operations) for ledger in ledgers.values())
     captions = {beginning(keeps_grads=bool(case.ledgers[0].at_rest.num_bytes.get(GRADS, 0))): 0}
     frames = []
-    tape = scaled_tape(case)
+    tape = case.scaled_tape
     for operation, happening, before, after in zip(operations, tape, states[:-1], states[1:], strict=True):
         members = subjects[operation.subject]
         is_trained = not trained.isdisjoint(members)

@@ -6,7 +6,8 @@ A tape is checked before anything is drawn, because no picture is better than a 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
-from shardwise.bench.case_result import CaseResult, Happening
+from shardwise.bench.case_result import CaseResult
+from shardwise.bench.tape_spans import Happening
 from shardwise.errors import ShardwiseError
 from shardwise.plan.placement import SHARDED, Placement
 from shardwise.program import Kind, Operation, crossing_buckets

@@ -3,7 +3,7 @@
 import math
 from datetime import datetime
 
-from shardwise.bench.case_result import NOT_MEASURABLE, CaseResult
+from shardwise.bench.case_result import NOT_MEASURABLE, NOT_MEASURED, CaseResult
 from shardwise.bench.results import Bench
 from shardwise.report.page.markup import Markup, element, join, small, table
 from shardwise.report.page.section import PageSection, exposed_text, is_chosen, off_text, section, shown
@@ -117,7 +117,7 @@ def _numbers(bench: Bench, case: CaseResult) -> dict[str, str | None]:
         "tokens/s": None if tokens is None else digits(tokens),
         "step time": seconds_text(case.seconds),
         "±": off_text(case),
-        "exposed communication": None if case.silent_seconds is None else exposed_text(case),
+        "exposed communication": None if case.why_not_exposed == NOT_MEASURED else exposed_text(case),
         "peak per rank": bytes_text(case.peak_bytes) if case.allocated_bytes else None,
         "sent per rank per step": None if case.sent_bytes is None else bytes_text(case.sent_bytes),
         "time to first step": None if first is None else seconds_text(first.median),

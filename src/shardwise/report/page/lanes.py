@@ -1,6 +1,6 @@
 """Draws queues as lanes: what each queue does when."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 from shardwise.report.page.axes import second_ticks
 from shardwise.report.page.bars import axis_text
@@ -15,7 +15,7 @@ VERBS = {
     "gather": "gather",
     "reduce": "reduce",
     "copy": "copy and other",
-    "exposed": "waiting for communication",
+    "exposed": "exposed communication",
 }
 """Class of page.css → words."""
 
@@ -24,9 +24,13 @@ _HEIGHT, _TOP, _THICK = 17, 1, 15
 _NARROW = 0.0005
 
 
-def lane_chart(spans: Sequence[Span], *, step_seconds: float, end_seconds: float, describe: str) -> Markup:
-    """Draw one lane per queue, as long as the step, on an axis from 0 to `end_seconds` (`time_axis`)."""
-    exposed = list(exposed_gaps(spans))
+def lane_chart(
+    spans: Sequence[Span], *, exposed: Sequence[Span], step_seconds: float, end_seconds: float, describe: str
+) -> Markup:
+    """Draw one lane per queue, as long as the step, on an axis from 0 to `end_seconds` (`time_axis`).
+
+    `exposed`: when nothing is computed while something is being sent.
+    """
     lanes = []
     for queue in QUEUES:
         busy = [span for span in spans if span.queue == queue]
@@ -55,28 +59,6 @@ def kind_of(name: str) -> str:
     return verb if verb in VERBS else "copy"
 
 
-def exposed_gaps(spans: Sequence[Span]) -> Iterator[Span]:
-    """Yield the times in which nothing is computed while something is being sent."""
-    busy = sorted((span.start, span.end) for span in spans if span.queue == "compute")
-    for start, end in _union(sorted((span.start, span.end) for span in spans if span.queue != "compute")):
-        at = start
-        for compute_start, compute_end in busy:
-            if compute_end <= at:
-                continue
-            if compute_start >= end:
-                break
-            if compute_start > at:
-                yield Span("compute", "waiting for communication", at, compute_start)
-            at = compute_end
-        if at < end:
-            yield Span("compute", "waiting for communication", at, end)
-
-
-def busy_seconds(spans: Iterable[Span]) -> float:
-    """Return how long at least one of the spans lasts: those that overlap count once."""
-    return sum(end - start for start, end in _union(sorted((span.start, span.end) for span in spans)))
-
-
 def merged(spans: Sequence[Span], *, end: float) -> list[Span]:
     """Merge neighbours of one verb that are too narrow to be seen alone."""
     narrow = _NARROW * end
@@ -95,15 +77,6 @@ def merged(spans: Sequence[Span], *, end: float) -> list[Span]:
         else:
             found.append(span)
     return found
-
-
-def _union(intervals: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """Yield intervals, given in order of their start, without their overlaps."""
-    reached = 0.0
-    for start, end in intervals:
-        if end > reached:
-            yield max(start, reached), end
-            reached = end
 
 
 def _lane(queue: str, drawn: Sequence[Markup], *, length: float) -> Markup:

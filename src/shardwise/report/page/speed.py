@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from shardwise.bench.case_result import NOT_MEASURABLE, CaseResult
+from shardwise.bench.case_result import NOT_MEASURABLE, NOT_MEASURED, CaseResult
 from shardwise.bench.results import Bench
 from shardwise.report.page.axes import second_ticks, ticks
 from shardwise.report.page.bars import Bar, BarPiece, bar_chart, key
@@ -39,10 +39,10 @@ def throughput_section(bench: Bench) -> PageSection | None:
 def split_section(bench: Bench) -> PageSection | None:
     """Show the step times: computation, and communication that is not hidden behind it."""
     cases = bench.ran
-    if not bench.equivalence.agrees or all(case.silent_seconds is None for case in cases):
+    if not bench.equivalence.agrees or all(case.why_not_exposed == NOT_MEASURED for case in cases):
         return None
     highest = 1.02 * max(case.seconds for case in cases)
-    names = {"compute": "without communication", "exposed": "exposed communication"}
+    names = {"compute": "the rest of the step", "exposed": "exposed communication"}
     reasons = list(dict.fromkeys(case.why_not_exposed for case in cases if case.why_not_exposed))
     if reasons:
         names["live"] = f"exposed communication {' or '.join(reasons)}"
@@ -60,10 +60,19 @@ def split_section(bench: Bench) -> PageSection | None:
         ),
         numbers_below(
             _split_table(cases),
-            "Without communication: the same processes, whose collectives return at once, so that each rank computes "
-            "all that it would and waits for no other. The time by which a step takes longer is exposed communication. "
-            f"Where the two times overlap in their interquartile ranges, or the step is the shorter one, it is "
-            f"{NOT_MEASURABLE}: the difference is noise.",
+            "Exposed communication: the time in which rank 0 computes nothing while something is being sent, in the "
+            "step that the timeline shows. Without communication: the same processes, whose collectives return at "
+            "once, so that each rank computes all that it would and waits for no other.",
+            *(
+                [
+                    "Where there is no timeline of CPU ranks, exposed communication is by difference: the time by "
+                    "which a step takes longer than without communication. Where the two times overlap in their "
+                    f"interquartile ranges, or the step is the shorter one, it is {NOT_MEASURABLE}: the difference is "
+                    "noise."
+                ]
+                if not all(case.is_exposed_by_timeline for case in cases)
+                else []
+            ),
         ),
         look="half",
     )
@@ -113,7 +122,7 @@ def _split_bar(bench: Bench, case: CaseResult) -> Bar:
     return Bar(
         label=case.name,
         pieces=[
-            BarPiece(kind="compute", value=rest, title=f"{case.name}, without communication: {seconds_text(rest)}"),
+            BarPiece(kind="compute", value=rest, title=f"{case.name}, the rest of the step: {seconds_text(rest)}"),
             BarPiece(kind="exposed", value=exposed, title=f"{case.name}, exposed: {seconds_text(exposed)}"),
         ],
         text=f"{seconds_text(step)} · {exposed_text(case)} exposed",
@@ -128,7 +137,10 @@ def _split_table(cases: Sequence[CaseResult]) -> Markup:
             case.name,
             seconds_text(case.seconds),
             "–" if silent is None else seconds_text(silent.median),
-            case.why_not_exposed if exposed is None else f"{seconds_text(exposed)}, {exposed_text(case)}",
+            case.why_not_exposed
+            if exposed is None
+            else f"{seconds_text(exposed)}, {exposed_text(case)}"
+            + ("" if case.is_exposed_by_timeline else " (by difference)"),
             ", ".join(f"{number} {name}" for name, number in case.calls.items()) or "–",
         ]
 

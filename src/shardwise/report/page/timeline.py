@@ -1,6 +1,7 @@
 """The timeline of one step for each case, on one axis that can be zoomed: what rank 0 did, or what was predicted.
 
 A timeline is as long as the step time that the page shows for its case: measured if there is a tape, else predicted.
+Its exposed communication is what the page shows for the case everywhere (CaseResult.exposed_seconds).
 """
 
 from collections.abc import Sequence
@@ -9,12 +10,11 @@ from dataclasses import dataclass
 from shardwise.bench.case_result import CaseResult
 from shardwise.bench.results import Bench
 from shardwise.report.page.bars import key
-from shardwise.report.page.lanes import VERBS, busy_seconds, exposed_gaps, kind_of, lane_chart, time_axis
+from shardwise.report.page.lanes import VERBS, kind_of, lane_chart, time_axis
 from shardwise.report.page.markup import Markup, element, numbers_below, table
 from shardwise.report.page.section import PageSection, section
-from shardwise.report.tape_spans import spans_of, tape_scale
 from shardwise.vocabulary.quantities import seconds_text
-from shardwise.vocabulary.span import Span
+from shardwise.vocabulary.span import Span, busy_seconds, exposed_gaps
 
 _MOST_SHOWN = 6
 """Further cases are folded."""
@@ -22,10 +22,11 @@ _MOST_SHOWN = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseTimeline:
-    """The spans of one case; `seconds` is the length of its step."""
+    """The spans of one case; `seconds` is the length of its step, `exposed` when communication is exposed in it."""
 
     case: CaseResult
     spans: Sequence[Span]
+    exposed: Sequence[Span]
     seconds: float
     is_predicted: bool
 
@@ -36,10 +37,14 @@ def timelines(bench: Bench) -> list[CaseTimeline]:
     for case in bench.ran:
         predicted = case.predicted
         if case.tape:
-            found.append(CaseTimeline(case=case, spans=spans_of(case), seconds=case.seconds, is_predicted=False))
+            spans, exposed = case.spans, case.exposed_spans
+            found.append(
+                CaseTimeline(case=case, spans=spans, exposed=exposed, seconds=case.seconds, is_predicted=False)
+            )
         elif predicted is not None and predicted.step_seconds is not None and predicted.spans:
             spans, seconds = list(predicted.spans), predicted.step_seconds
-            found.append(CaseTimeline(case=case, spans=spans, seconds=seconds, is_predicted=True))
+            exposed = list(exposed_gaps(spans))
+            found.append(CaseTimeline(case=case, spans=spans, exposed=exposed, seconds=seconds, is_predicted=True))
     return found
 
 
@@ -51,7 +56,7 @@ def timeline_section(bench: Bench) -> PageSection | None:
     # A prediction may reach into the next step.
     end = max(max(one.seconds, *(span.end for span in one.spans)) for one in found)
     verbs = {kind_of(span.name) for one in found for span in one.spans}
-    if any(next(exposed_gaps(one.spans), None) for one in found):
+    if any(one.exposed for one in found):
         verbs.add("exposed")
     figures = [_figure(one, end=end) for one in found]
     more = figures[_MOST_SHOWN:]
@@ -87,17 +92,19 @@ def _notes(found: Sequence[CaseTimeline]) -> list[str]:
     notes = []
     taped = [one for one in found if not one.is_predicted]
     if taped:
-        scale = max((tape_scale(one.case) for one in taped), key=lambda scale: abs(scale - 1))
+        scale = max((one.case.tape_scale for one in taped), key=lambda scale: abs(scale - 1))
         notes.append(
             "Measured: one step of rank 0, its times scaled to the median step time (by at most "
             f"{scale:.2f}). A computation lasts until the next operation was issued; a gather or reduce from its issue "
             "until it had been waited for. Several at once count once in the table."
         )
+    if any(one.case.is_exposed_by_timeline for one in taped):
         notes.append(
-            "Hatched: in this step rank 0 computes nothing while something is being sent; it waits for the slowest "
-            "rank too, and for a core where ranks share cores. Exposed communication is the time by which the median "
-            "step of all ranks is shorter without communication, so the two need not be equal."
+            "Hatched, exposed communication: rank 0 computes nothing while something is being sent. It waits for the "
+            "slowest rank too, and for a core where ranks share cores."
         )
+    if not all(one.case.is_exposed_by_timeline for one in taped):
+        notes.append("On a GPU the times are those at which the CPU issued operations, so nothing is hatched.")
     if len(taped) < len(found):
         notes.append(
             "Predicted: when each queue of a rank would be busy in a step in the middle of training. What reaches "
@@ -107,22 +114,16 @@ def _notes(found: Sequence[CaseTimeline]) -> list[str]:
 
 
 def _figure(one: CaseTimeline, *, end: float) -> Markup:
-    waiting = busy_seconds(exposed_gaps(one.spans))
     words = f" {seconds_text(one.seconds)}"
-    if waiting and not one.is_predicted:
-        words += f", {seconds_text(waiting)} of it waiting"
-        if one.case.exposed_seconds is not None:
-            words += f"; {seconds_text(one.case.exposed_seconds)} go away without communication"
     if one.is_predicted:
-        assert one.case.predicted is not None
         words = f" predicted {seconds_text(one.seconds)}, measured {seconds_text(one.case.seconds)}"
-        if one.case.predicted.exposed_seconds:
-            words += f"; {seconds_text(one.case.predicted.exposed_seconds)} of it exposed communication"
+    if one.exposed:
+        words += f"; {seconds_text(busy_seconds(one.exposed))} of it exposed communication"
     describe = f"Timeline of {one.case.name}: compute, gather and reduce"
     return element(
         "figure",
         element("figcaption", element("b", one.case.name), words),
-        lane_chart(one.spans, step_seconds=one.seconds, end_seconds=end, describe=describe),
+        lane_chart(one.spans, exposed=one.exposed, step_seconds=one.seconds, end_seconds=end, describe=describe),
     )
 
 
@@ -138,8 +139,8 @@ def _table(found: Sequence[CaseTimeline]) -> Markup:
             one.case.name,
             seconds_text(one.seconds),
             *(busy(one, kind) for kind in kinds),
-            seconds_text(busy_seconds(exposed_gaps(one.spans))),
+            seconds_text(busy_seconds(one.exposed)) if one.exposed else "–",
         ]
         for one in found
     ]
-    return table(["case", "step time", *kinds, "waiting"], rows)
+    return table(["case", "step time", *kinds, "exposed communication"], rows)

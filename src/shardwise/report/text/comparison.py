@@ -1,6 +1,6 @@
 """A bench for the terminal: tables, and the verdict in words."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from rich.table import Table
@@ -104,6 +104,15 @@ def _exposed(case: CaseResult) -> str:
     return "?" if case.exposed_seconds is None else f"{case.exposed_seconds / case.seconds:.0%}"
 
 
+def _by(ran: Sequence[CaseResult]) -> str:
+    """Say where exposed communication is a difference of two step times, because there is no timeline."""
+    differing = [case.name for case in ran if case.exposed_seconds is not None and not case.is_exposed_by_timeline]
+    if not differing:
+        return ""
+    of = "" if len(differing) == len(ran) else f"of {', '.join(differing)} "
+    return f" ({of}by the time of a step without communication)"
+
+
 def baseline(bench: Bench) -> CaseResult:
     """Return the case that × is relative to: our engine with nothing sharded, else the first case that ran."""
     ours = (case for case in bench.ran if is_ours(case.engine))
@@ -116,7 +125,7 @@ def remarks(bench: Bench) -> Iterator[str]:
     if ran:
         times = f" ×: speed relative to {baseline(bench).name};" if bench.equivalence.agrees else ""
         yield (
-            f"±: interquartile range;{times} comm exp.: share of the step spent waiting for communication; "
+            f"±: interquartile range;{times} comm exp.: share of the step spent waiting for communication{_by(ran)}; "
             "peak: live bytes on the fullest rank; sent: per rank per step."
         )
     if any(case.why_not_exposed == NOT_MEASURABLE for case in ran):

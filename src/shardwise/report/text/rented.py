@@ -10,7 +10,7 @@ from shardwise.planner.search.candidates import Candidate
 from shardwise.planner.search.rent import MACHINES, Wish, most_cost, most_days
 from shardwise.planner.search.training_cost import TrainingCost
 from shardwise.report.text.plain_table import plain_table
-from shardwise.report.text.verdict import name_of
+from shardwise.report.text.verdict import in_host_memory, name_of
 from shardwise.vocabulary.quantities import GIB, digits, fixed, significant
 
 _HEADS = ("", "rent", "plan", "batch", GIB.name, "fits", "tokens/s", "days", "cost $", "±")
@@ -45,6 +45,7 @@ def rental_data(one: TrainingCost, *, price: Price) -> dict[str, Any]:
         "plan": candidate.plan.to_dict(),
         "fits": candidate.fits,
         "device_bytes": candidate.memory.device_bytes,
+        "node_host_bytes": candidate.node_host_bytes,
         "tokens_per_s": one.tokens_per_day / 86_400,
         "days": one.days,
         "gpu_hours": one.gpu_hours,
@@ -69,13 +70,11 @@ def remarks(
         price = listed[candidate.cluster.device.name]
         read = f" on {price.date}" if price.date else ""
         yield (
-            f"Rent {candidate.cluster}: {_plan_text(candidate)}, {_days_text(recommended.days)} and "
+            f"Rent {candidate.cluster}: {_plan_text(candidate)}{in_host_memory(candidate)}, "
+            f"{_days_text(recommended.days)} and "
             f"${recommended.cost:,.0f} at ${price.per_gpu_hour:.2f} per GPU-hour ({price.source}{read})."
         )
-        plan = candidate.plan
-        recompute = f" --recompute {plan.recompute}" if plan.recompute != "none" else ""
-        options = f"--cluster {candidate.cluster} --strategy {plan.strategy}{recompute}"
-        yield f"Its plan: shardwise plan {model} {options} --save plan.toml"
+        yield f"Its plan: shardwise plan {model} {_options(candidate)} --save plan.toml"
     yield (
         "Predicted, not measured. Ranks and limits count days and cost at the upper end of their error (±). Steps "
         "only: no evaluations, checkpoints, failures or storage. --price KIND=PRICE sets another price."
@@ -97,7 +96,17 @@ def _nothing(found: Sequence[TrainingCost], *, model: str, wish: Wish) -> str:
 
 def _plan_text(candidate: Candidate) -> str:
     recompute = candidate.plan.recompute
-    return name_of(candidate) + (f", recompute {recompute}" if recompute != "none" else "")
+    host = ", host memory" if candidate.memory.host_bytes else ""
+    return name_of(candidate) + (f", recompute {recompute}" if recompute != "none" else "") + host
+
+
+def _options(candidate: Candidate) -> str:
+    """Return the options with which `shardwise plan` finds the plan of a rental."""
+    plan, cluster = candidate.plan, candidate.cluster
+    if candidate.label:
+        return f"--cluster {cluster} --strategy {candidate.label} --host-memory {(cluster.host_bytes or 0) >> 30}GiB"
+    recompute = f" --recompute {plan.recompute}" if plan.recompute != "none" else ""
+    return f"--cluster {cluster} --strategy {plan.strategy}{recompute}"
 
 
 def _days_text(days: float) -> str:

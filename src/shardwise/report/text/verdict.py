@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from shardwise.hardware import Cluster
 from shardwise.plan import Plan
-from shardwise.planner.search.candidates import Candidate
+from shardwise.planner.search.candidates import Candidate, fits_host
 from shardwise.planner.search.recommend import (
     PAIR_BAND,
     Condition,
@@ -38,16 +37,27 @@ def reasons(found: Recommendation) -> str:
     return f"{text}. {_runner_up(found.runner_up, found, best=best)}" if found.runner_up is not None else text
 
 
-def no_fit(ways: Sequence[Candidate], *, asked: Plan, strategies: Sequence[str], cluster: Cluster) -> str:
-    """Say that nothing fits, and name the smallest changes with which it would (`ways_out`) as command-line options."""
+def no_fit(ways: Sequence[Candidate], *, asked: Plan, found: Sequence[Candidate]) -> str:
+    """Say that nothing fits, and name the smallest changes with which it would (`ways_out`) as command-line options.
+
+    `found`: the candidates that do not fit, at least one.
+    """
+    nothing = f"nothing fits{_too_little_host_memory(found)}"
     if not ways:
         tried = "--recompute full, --reduce-dtype bf16, --micro-batch 1, states in host memory"
-        return f"nothing fits; also not with {tried} and {MOST_TIMES:,} times the devices"
-    texts = [
-        _changes(way, asked=asked, strategies=strategies, cluster=cluster) + (" (tight)" if way.fits == "tight" else "")
-        for way in ways
-    ]
-    return f"nothing fits; fits with {', or with '.join(texts)}"
+        return f"{nothing}; also not with {tried} and {MOST_TIMES:,} times the devices"
+    texts = [_changes(way, asked=asked, found=found) + (" (tight)" if way.fits == "tight" else "") for way in ways]
+    return f"{nothing}; fits with {', or with '.join(texts)}"
+
+
+def _too_little_host_memory(found: Sequence[Candidate]) -> str:
+    """Return the candidate that needs the least host memory of those that need too much; "" if there is none."""
+    short = [one for one in found if not fits_host(one.memory.host_bytes, cluster=one.cluster)]
+    if not short:
+        return ""
+    least = min(short, key=lambda one: one.node_host_bytes)
+    room = fixed_text(least.cluster.host_bytes or 0, unit=GIB)
+    return f": {name_of(least)} needs {fixed_text(least.node_host_bytes, unit=GIB)} of host memory per node, of {room}"
 
 
 def name_of(candidate: Candidate) -> str:
@@ -134,11 +144,11 @@ def _runner_up(runner_up: RunnerUp, found: Recommendation, *, best: Candidate) -
             return f"{slower}, and faster links would not change that"
 
 
-def _changes(found: Candidate, *, asked: Plan, strategies: Sequence[str], cluster: Cluster) -> str:
+def _changes(way: Candidate, *, asked: Plan, found: Sequence[Candidate]) -> str:
     """Return the options that differ from the given ones; without --micro-batch the search finds the micro-batch."""
-    plan = found.plan
-    if found.label:
-        return f"--strategy {found.label}{_in_host_memory(found)}"
+    plan = way.plan
+    if way.label:
+        return f"--strategy {way.label}{in_host_memory(way)}"
     options = []
     if plan.precision != asked.precision:
         options.append(f"--precision {plan.precision}")
@@ -152,16 +162,16 @@ def _changes(found: Candidate, *, asked: Plan, strategies: Sequence[str], cluste
         options.append(f"--recompute {plan.recompute}")
     if plan.reduce_dtype != asked.reduce_dtype:
         options.append(f"--reduce-dtype {plan.reduce_dtype}")
-    if plan.strategy not in strategies:
+    if plan.strategy not in {one.plan.strategy for one in found}:
         options.append(f"--strategy {plan.strategy}")
     text = " ".join(options)
-    if found.cluster.num_ranks == cluster.num_ranks:
+    if way.cluster.num_ranks == found[0].cluster.num_ranks:
         return text
-    devices = f"{found.cluster.num_ranks} devices"
+    devices = f"{way.cluster.num_ranks} devices"
     return f"{devices} and {text}" if text else devices
 
 
-def _in_host_memory(found: Candidate) -> str:
+def in_host_memory(found: Candidate) -> str:
     """Return what a plan keeps in host memory, and how much of a node's it is, in brackets; "" if nothing."""
     plan = found.plan
     places = {"activations": plan.offload_activations, "optimizer states": plan.offload_states}

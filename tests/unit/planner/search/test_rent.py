@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from shardwise.hardware.device import device_of
-from shardwise.hardware.prices import prices
+from shardwise.hardware.prices import Price, prices
 from shardwise.plan import Plan
 from shardwise.planner.search.candidates import cost, largest_batch, meshes
 from shardwise.planner.search.recommend import best_of
@@ -14,7 +14,7 @@ from shardwise.planner.search.rent import Wish, most_cost, most_days, recommende
 from shardwise.planner.search.training_cost import TrainingCost
 from shardwise.sources import Source
 
-DEVICES = {device_of(kind): prices()[kind].per_gpu_hour for kind in ("h100-80gb", "a100-80gb")}
+DEVICES = {device_of(kind): prices()[kind] for kind in ("h100-80gb", "a100-80gb")}
 WISH = Wish(plan=Plan(precision="bf16"), num_tokens=2e9)
 
 
@@ -67,11 +67,26 @@ def test_with_a_limit_of_price_alone_the_soonest_is_taken(exhaustive: list[Train
 
 
 def test_several_machines_are_tried_only_if_one_is_not_enough() -> None:
-    source, h100 = Source("gpt2-124m"), {device_of("h100-80gb"): 4.0}
+    source, h100 = Source("gpt2-124m"), {device_of("h100-80gb"): prices()["h100-80gb"]}
     (soon,) = rentals(source.spec_for, devices=h100, wish=replace(WISH, max_days=0.003), looks=1)
     assert soon.candidate.cluster.num_nodes == 4
     (cheap,) = rentals(source.spec_for, devices=h100, wish=replace(WISH, max_price=0.01), looks=1)
     assert cheap.candidate.cluster.num_nodes == 1, "more machines are not cheaper"
+
+
+def test_one_gpu_is_offered_with_host_memory_where_nothing_fits_without_it() -> None:
+    """25 billion bytes of gpt2-1.5b's states do not fit on a small GPU; with its host's memory they do."""
+    spec_for, device = Source("gpt2-1.5b").spec_for, device_of("rtx-4090")
+    price = Price(per_gpu_hour=0.4, source="a test", date="")
+    without = rentals(spec_for, devices={device: price}, wish=WISH)
+    assert {one.candidate.cluster.num_ranks for one in without} == {2, 4, 8}
+    found = rentals(spec_for, devices={device: replace(price, host_bytes=64 * 2**30)}, wish=WISH)
+    (alone,) = [one.candidate for one in found if one.candidate.cluster.num_ranks == 1]
+    assert (alone.fits, alone.name, bool(alone.plan.offload_states)) == ("yes", "auto", True)
+    assert 0 < alone.node_host_bytes <= 64 * 2**30
+    assert {one.candidate.node_host_bytes for one in found if one.candidate != alone} == {0}
+    too_little = rentals(spec_for, devices={device: replace(price, host_bytes=2**30)}, wish=WISH)
+    assert {one.candidate.cluster.num_ranks for one in too_little} == {2, 4, 8}
 
 
 def test_every_price_has_a_source_and_a_date_and_is_of_a_known_device() -> None:
@@ -85,3 +100,6 @@ def test_a_price_can_be_replaced_and_added() -> None:
     found = prices(["h100-80gb=2.5", "rtx-4090=0.4"])
     assert (found["h100-80gb"].per_gpu_hour, found["rtx-4090"].per_gpu_hour) == (2.5, 0.4)
     assert found["h100-80gb"].source == "--price"
+    assert found["h100-80gb"].host_bytes == prices()["h100-80gb"].host_bytes > 0
+    assert found["rtx-4090"].host_bytes == 0, "nothing is known of its host"
+    assert {one.host_bytes for one in prices(host_bytes=7).values()} == {7}

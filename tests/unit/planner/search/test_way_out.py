@@ -1,5 +1,7 @@
 """What would fit if nothing does: other plans first, then smaller batches, then more devices."""
 
+from dataclasses import replace
+
 import pytest
 
 from shardwise.hardware import Cluster, cluster_of
@@ -53,9 +55,8 @@ def test_host_memory_comes_before_more_devices_unless_it_is_too_small(
         Source("llama-3.1-8b").spec_for,
         plan=Plan(precision="bf16"),
         strategies=EVERY,
-        cluster=on("1xh100-80gb"),
+        cluster=replace(on("1xh100-80gb"), host_bytes=None if host_gib is None else host_gib * 2**30),
         optimizer="adamw",
-        host_bytes=None if host_gib is None else host_gib * 2**30,
     )
     assert [one.cluster.num_ranks for one in ways] == num_ranks
     *here, larger = ways

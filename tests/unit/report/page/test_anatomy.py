@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from report.sample_bench import sample_bench
 
-from shardwise.bench.case_result import CaseResult, Happening, UnitOutline
+from shardwise.bench.case_result import CaseResult, UnitOutline
 from shardwise.bench.results import Bench
+from shardwise.bench.tape_spans import Happening
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import STRATEGIES, Placement
@@ -20,7 +21,6 @@ from shardwise.report.page.anatomy import SCRIPT, STYLE, anatomy_data
 from shardwise.report.page.captions import caption
 from shardwise.report.page.html_document import asset
 from shardwise.report.snapshots import STATES, Holding, snapshots_of
-from shardwise.report.tape_spans import tape_scale
 from shardwise.report.text.ring_rounds import rounds
 from shardwise.spec import ROOT, ModelSpec
 from shardwise.spec.shipped import ready_spec
@@ -128,7 +128,7 @@ class Test_frames:
     ) -> None:
         tape, case = tape_of(bench, strategy), case_of(data, strategy)
         # The sample's tape is scaled to the case's step time.
-        scale = next(tape_scale(one) for one in bench.cases if one.name == strategy)
+        scale = next(one.tape_scale for one in bench.cases if one.name == strategy)
         for happening, (kind, subject, num_bytes, _, micros, _) in zip(tape, case["frames"], strict=True):
             label, units = case["subjects"][subject]
             assert data["kinds"][kind] == happening.kind

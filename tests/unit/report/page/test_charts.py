@@ -2,13 +2,12 @@ import re
 
 import pytest
 
-from shardwise.bench.case_result import Happening
+from shardwise.bench.tape_spans import Happening, recorded_spans
 from shardwise.report.page.axes import between, byte_ticks, round_step, ticks
 from shardwise.report.page.bars import Bar, BarPiece, bar_chart
-from shardwise.report.page.lanes import busy_seconds, exposed_gaps, lane_chart, merged
+from shardwise.report.page.lanes import lane_chart, merged
 from shardwise.report.page.plots import Curve, PlotFrame, area_plot, curve_plot
-from shardwise.report.tape_spans import recorded_spans
-from shardwise.vocabulary.span import Span
+from shardwise.vocabulary.span import Span, busy_seconds, exposed_gaps
 
 FRAME = PlotFrame(low=0, high=10, ticks=[(0, "0"), (10, "10")], below=[(0.0, "step 1")], height=108)
 
@@ -76,7 +75,7 @@ def test_exposed_is_where_a_wire_is_busy_and_compute_is_not() -> None:
         Span("reduce", "reduce d", 7, 8),
     ]
     assert [(gap.start, gap.end) for gap in exposed_gaps(spans)] == [(2, 4), (4, 4.5), (7, 8)]
-    drawn = lane_chart(spans, step_seconds=8, end_seconds=8, describe="x")
+    drawn = lane_chart(spans, exposed=list(exposed_gaps(spans)), step_seconds=8, end_seconds=8, describe="x")
     assert drawn.count('class="exposed') == 3
     assert busy_seconds([Span("gather", "gather a", 0, 3), Span("gather", "gather b", 2, 4)]) == 4
 

@@ -11,12 +11,13 @@ from report.sample_bench import sample_bench, sample_case
 from shardwise.bench.case_result import CaseResult
 from shardwise.bench.results import Bench, Difference, Equivalence
 from shardwise.bench.spread import Spread
+from shardwise.plan.placement import STRATEGIES
 from shardwise.report.page.anatomy import anatomy_data
 from shardwise.report.page.document import page_of
-from shardwise.report.page.lanes import busy_seconds, exposed_gaps
 from shardwise.report.page.markup import Markup, data_script, element
 from shardwise.report.page.timeline import timelines
 from shardwise.vocabulary.quantities import bytes_text, seconds_text
+from shardwise.vocabulary.span import busy_seconds
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>&amp;\u2028"
 SECTIONS = ["anatomy", "numbers", "memory", "throughput", "step-time", "loss", "timeline", "step-memory", "predicted"]
@@ -317,17 +318,43 @@ def test_timelines_are_as_long_as_the_step_time_of_their_case(bench: Bench) -> N
             assert one.case.step_seconds is not None
             assert one.seconds == one.case.step_seconds.median, "the headline's"
             assert max(span.end for span in one.spans) <= one.seconds * (1 + 1e-9)
-            waiting = busy_seconds(exposed_gaps(one.spans))
-            words = f", {seconds_text(waiting)} of it waiting" if waiting else "<"
-            assert f"<b>{one.case.name}</b> {seconds_text(one.seconds)}{words}" in figure
-            if waiting and one.case.exposed_seconds is not None:
-                assert f"; {seconds_text(one.case.exposed_seconds)} go away without communication<" in figure
+            assert f"<b>{one.case.name}</b> {seconds_text(one.seconds)}" in figure
             for queue in ("compute", "gather", "reduce"):
                 busy = busy_seconds(span for span in one.spans if span.queue == queue)
                 assert busy <= one.seconds * (1 + 1e-9), "no queue is busy for longer than the step"
         beds = re.findall(r'<rect y="1" width="([0-9.]+)%" height="15" class="lane">', figure)
         assert [float(bed) for bed in beds] == [pytest.approx(100 * one.seconds / end, abs=0.001)] * len(beds)
         assert beds
+
+
+def test_exposed_communication_is_that_of_the_timeline_everywhere(bench: Bench) -> None:
+    """The headline, the step time and its table, the caption and the hatched part of a timeline show one number."""
+    text = page_of(bench)
+    timeline = text[text.index('id="timeline"') : text.index('id="step-memory"')]
+    step_time = text[text.index('id="step-time"') :]
+    end = max(max(one.seconds, *(span.end for span in one.spans)) for one in timelines(bench))
+    taped = [case for case in bench.ran if case.tape]
+    assert {case.name for case in taped} == set(STRATEGIES)
+    for case, figure in zip(taped, re.findall("<figure>(.*?)</figure>", timeline), strict=False):
+        seconds = case.exposed_seconds
+        assert seconds
+        assert f"; {seconds_text(seconds)} of it exposed communication<" in figure
+        hatched = re.findall(r'width="([0-9.]+)%" height="15" class="exposed(?: thin)?"', figure)
+        assert sum(map(float, hatched)) / 100 * end == pytest.approx(seconds, rel=0.01)
+        share = f"{seconds / case.seconds:.0%}"
+        assert f"{seconds_text(case.seconds)} · {share} exposed" in step_time
+        assert f"{seconds_text(seconds)}, {share}<" in step_time
+    assert "(by difference)" in step_time, "torch's engines have no tape"
+
+
+def test_on_a_gpu_the_timeline_is_of_issues_and_exposed_communication_by_difference(bench: Bench) -> None:
+    case = replace(bench.cases[0], reserved_bytes=(2**30,) * bench.num_ranks)
+    assert case.silent_seconds is not None
+    assert case.exposed_seconds == pytest.approx(case.seconds - case.silent_seconds.median)
+    text = page_of(replace(bench, cases=(case,), recommended=0))
+    figure = text[text.index('id="timeline"') : text.index('id="step-memory"')]
+    assert 'class="exposed' not in figure
+    assert "the CPU issued operations" in figure
 
 
 def test_the_anatomy_says_when_in_a_step_as_long_as_the_headline(bench: Bench) -> None:
@@ -341,11 +368,11 @@ def test_the_anatomy_says_when_in_a_step_as_long_as_the_headline(bench: Bench) -
 
 @pytest.mark.parametrize("factor", [2.0, 1.0])
 def test_exposed_communication_that_is_noise_is_not_measurable_here(bench: Bench, factor: float) -> None:
-    """With communication removed the step is longer, or as long."""
+    """With communication removed the step is longer, or as long, and there is no timeline."""
     cases = []
     for case in bench.cases:
         silent = None if case.step_seconds is None else [factor * one for one in case.step_seconds.values]
-        cases.append(case if silent is None else replace(case, silent_seconds=Spread(values=tuple(silent))))
+        cases.append(case if silent is None else replace(case, silent_seconds=Spread(values=tuple(silent)), tape=()))
     text = page_of(replace(bench, cases=tuple(cases)))
     read = Read(text)
     assert "not measurable here" in read.texts["dd"]

@@ -248,10 +248,9 @@ def test_page_and_command_name_the_same_number_of_devices(run: Run, model: str, 
         lambda plan: settings.spec,
         plan=settings.plan,
         strategies=list(STRATEGIES),
-        cluster=settings.cluster,
-        optimizer="adamw",
         # The page does not compute plans in host memory.
-        host_bytes=0,
+        cluster=replace(settings.cluster, host_bytes=0),
+        optimizer="adamw",
     )[-1]
     assert (way.cluster.num_ranks, way.plan.recompute) == (shown, recompute)
     assert (way.plan.reduce_dtype, way.memory.device_bytes, is_offered) == ("fp32", device_bytes, offered)

@@ -80,7 +80,7 @@ class TestTable:
         tokens = bench.tokens_per_s(first)
         assert tokens is not None
         assert words[:6] == ["ddp", "eager", f"{tokens:,.0f}", "5%", "1.00", f"{first.step_seconds.median * 1000:.2f}"]
-        assert words[6] == "30%"
+        assert words[6] == f"{first.exposed_seconds / first.seconds:.0%}"
         assert words[7] == f"{first.peak_bytes / 2**20:.2f}"
         assert words[8] == "+0.0%"
 
@@ -106,7 +106,13 @@ class TestTable:
 
     def test_what_is_not_known_is_a_question_mark(self, bench: Bench) -> None:
         bare = replace(
-            bench.cases[0], predicted=None, silent_seconds=None, allocated_bytes=(), sent_bytes=None, ledgers=()
+            bench.cases[0],
+            predicted=None,
+            silent_seconds=None,
+            allocated_bytes=(),
+            sent_bytes=None,
+            ledgers=(),
+            tape=(),
         )
         assert lines_of(replace(bench, cases=(bare,), step_tokens=None))[2].split().count("?") == 4
 
@@ -114,10 +120,16 @@ class TestTable:
         first = bench.cases[0]
         assert first.step_seconds is not None
         for values in (tuple(2 * one for one in first.step_seconds.values), first.step_seconds.values):
-            noisy = replace(bench, cases=(replace(first, silent_seconds=Spread(values=values)),))
+            noisy = replace(bench, cases=(replace(first, silent_seconds=Spread(values=values), tape=()),))
             assert lines_of(noisy)[2].split()[6] == "n/m"
             assert any(line.startswith("n/m: not measurable here") for line in remarks(noisy))
         assert not any("n/m" in line for line in remarks(bench))
+
+    def test_exposed_communication_by_difference_is_said(self, bench: Bench) -> None:
+        by = "by the time of a step without communication"
+        assert any(f"(of torch ddp, torch fsdp {by})" in line for line in remarks(bench))
+        taped = tuple(case for case in bench.cases if case.tape)
+        assert not any(by in line for line in remarks(replace(bench, cases=taped)))
 
     def test_of_one_block_no_spread_is_shown(self, bench: Bench) -> None:
         once = replace(bench.cases[0], step_seconds=Spread(values=(0.05,)))

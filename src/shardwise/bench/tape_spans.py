@@ -1,17 +1,13 @@
-"""Turns a recorded tape into spans, for the page and for traces.
+"""A recorded tape, and its spans. No torch here.
 
 A tape only records when each operation was issued, when a wait ended and when an update was done. A computation lasts
 until the next operation, an update from the previous operation on, and a collective from its issue until the end of the
 wait for it (it may have arrived earlier).
-
-The taped step was slightly faster or slower than the median step. Its times are scaled, so that every picture of a step
-is as long as the step time that is shown for the case.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 
-from shardwise.bench.case_result import CaseResult, Happening
 from shardwise.program import Kind
 from shardwise.program.operations import COMPUTES, WAITS
 from shardwise.vocabulary.span import Span
@@ -21,23 +17,15 @@ _SENDS = {kind.value: kind for kind in WAITS.values()}
 _COMPUTES = tuple(kind.value for kind in COMPUTES)
 
 
-def tape_scale(case: CaseResult) -> float:
-    """Return the median step time relative to the taped step, whose length is at least that of its operations."""
-    last = max((one.seconds for one in case.tape), default=0.0)
-    length = max(case.tape_seconds or 0.0, last)
-    return case.step_seconds.median / length if case.step_seconds is not None and length else 1.0
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Happening:
+    """An operation of the tape: its kind and subject, when after the step began, and its row of the ledger."""
 
-
-def scaled_tape(case: CaseResult) -> tuple[Happening, ...]:
-    """Return the tape, scaled to the length of the median step."""
-    scale = tape_scale(case)
-    return tuple(replace(one, seconds=one.seconds * scale) for one in case.tape)
-
-
-def spans_of(case: CaseResult) -> list[Span]:
-    """Return the scaled tape as spans, which end with the step."""
-    end = case.step_seconds.median if case.step_seconds is not None else None
-    return recorded_spans(scaled_tape(case), end=end)
+    kind: str
+    subject: str
+    num_bytes: int
+    seconds: float
+    row: int
 
 
 def recorded_spans(tape: Sequence[Happening], *, end: float | None = None) -> list[Span]:
