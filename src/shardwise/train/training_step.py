@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.engine.engine import engine_of
 from shardwise.engine.optimizer.scaler import GradScaler
 from shardwise.engine.out_of_memory.smaller_plan import smaller_plan
 from shardwise.engine.out_of_memory.survive import NoGuard, StepGuard, StepUndone, Surviving, warn
@@ -152,9 +151,8 @@ def _mean_part(loss_fn: Callable[[nn.Module, Any], Tensor], model: nn.Module, ba
 
 
 def step_guard(model: nn.Module, optimizer: Optimizer) -> StepGuard:
-    """Return a guard for the model's steps; allocate the optimizer's state first, as an update cannot be undone."""
+    """Return a guard for the model's steps."""
     engine = require_engine(model)
     engine.check("step", model, argument="survive")
     engine.adopt(model, optimizer)
-    engine_of(model).owned.streamed.allocate_others(optimizer)
-    return StepGuard(model)
+    return StepGuard.after_allocating(model, optimizer)

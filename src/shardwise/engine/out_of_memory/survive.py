@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from shardwise.comm.groups import num_collectives
 from shardwise.engine.engine import engine_of
@@ -65,6 +66,13 @@ class StepGuard(NoGuard):
         # Collectives that the user's code has issued in the passes of the last step, in the job's default group.
         self._num_foreign = 0
         self._num_before = 0
+
+    @classmethod
+    def after_allocating(cls, model: nn.Module, optimizer: Optimizer) -> "StepGuard":
+        """Return a guard; allocate the optimizer's state first, as an update cannot be undone."""
+        guard = cls(model)
+        guard._engine.owned.streamed.allocate_others(optimizer)
+        return guard
 
     def begin(self) -> None:
         self._start = StepStart(self._model, self._engine)
