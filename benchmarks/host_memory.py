@@ -217,9 +217,9 @@ def deepspeed_step(task: Task, batch: tuple[Tensor, ...], *, ratio: float) -> Ca
     return step
 
 
-def predicted(case: Case, way: str) -> dict[str, Any]:
-    """Return what the planner says of one of our ways."""
-    found = _cost(case, replace(plan_of(case, way), micro_batch=case.batch))
+def predicted(case: Case, plan: Plan) -> dict[str, Any]:
+    """Return what the planner says of a plan that ran."""
+    found = _cost(case, replace(plan, micro_batch=case.batch))
     assert found.time is not None
     return {
         "step_seconds": found.time.step_seconds,
@@ -237,9 +237,9 @@ def predict(path: Path) -> None:
     """Write the planner's answers into all rows of a file. Needs no GPU."""
     rows = json.loads(path.read_text())["rows"]
     for row in rows:
-        if not _is_ours(row["way"]):
+        if "plan" not in row:
             continue
-        row["predicted"] = says = predicted(CASES[row["case"]], row["way"])
+        row["predicted"] = says = predicted(CASES[row["case"]], Plan.from_dict(row["plan"]))
         off = {name: says[name] / row["measured"][name] - 1 for name in says if row["measured"].get(name)}
         print(
             f"{row['case']}, {row['way']}: {', '.join(f'{name} {part:+.1%}' for name, part in off.items())}", flush=True
@@ -304,7 +304,8 @@ def here(name: str) -> None:
         except torch.OutOfMemoryError as error:
             print(f"{name}: {measuring.one_line(error)}", file=sys.stderr)
             continue
-        workers.tell({"case": case_name, "way": way, "measured": row})
+        plan = {"plan": plan_of(case, way).to_dict()} if _is_ours(way) else {}
+        workers.tell({"case": case_name, "way": way, **plan, "measured": row})
 
 
 def main() -> None:
