@@ -7,6 +7,7 @@ from shardwise.cli.plan_answer import PlanAnswer
 from shardwise.hardware.software import CURRENT
 from shardwise.planner.memory.states import needs_whole_matrices
 from shardwise.planner.search.candidates import Candidate
+from shardwise.planner.time.host_link import PINNED_BYTES_PER_S
 from shardwise.planner.time.step_time import why_not_timed
 from shardwise.report.text.budgets import frontier_data, frontier_table, training_data, training_table
 from shardwise.report.text.category_bars import legend
@@ -107,7 +108,8 @@ def _about_memory(shown: PlanAnswer, best_or_first: Candidate) -> Iterator[str]:
     if best_or_first.memory.host_bytes:
         yield (
             f"host is the memory of the host per rank; {best_or_first.name} needs "
-            f"{fixed_text(best_or_first.node_host_bytes, unit=GIB)} per node. --host-memory limits it."
+            f"{fixed_text(best_or_first.node_host_bytes, unit=GIB)} per node, and pins it in about "
+            f"{best_or_first.node_host_bytes / PINNED_BYTES_PER_S:.0f} s when it starts. --host-memory limits it."
         )
     if first.cluster.device.name == "cpu":
         yield (
