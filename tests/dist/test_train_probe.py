@@ -140,3 +140,13 @@ def test_a_peak_beyond_the_budget_that_no_plan_can_meet_ends_the_run_on_all_rank
     assert one.startswith("ended: Tried: ")
     assert "fits into" in one
     assert "rank 0 could not continue: Tried: " in other
+
+
+def test_a_step_that_updates_in_backward_cannot_be_undone_and_is_not_tried(tmp_path: Path) -> None:
+    plan = {"strategy": "auto", "precision": "fp32", "update": "backward"}
+    train = {"steps": NUM_STEPS, "clip_norm": 0}
+    asked = asked_for(tmp_path, plan, auto={"budget": "1MiB"}, train=train)
+    for said in run_ranks(probed, num_ranks=2, args=(asked,)):
+        assert "Trying a step" not in said
+        assert "ended" not in said
+    assert len(lines(tmp_path)) == NUM_STEPS

@@ -43,6 +43,19 @@ def test_after_two_crashes_losses_and_weights_are_bit_identical(tmp_path: Path, 
     assert_same_end(tmp_path / "whole", tmp_path / "crashed")
 
 
+def test_a_run_goes_on_with_units_in_host_memory_and_back(tmp_path: Path) -> None:
+    def asked(name: str, steps: int, **plan: Any) -> TrainConfig:
+        train, schedule = {"steps": steps, "clip_norm": 0}, {"name": "constant"}
+        return config(tmp_path / name, plan=plan, train=train, schedule=schedule)
+
+    on_ranks(asked("changed", 3, offload_states=["blocks.1", "(root)"], update="backward"))
+    on_ranks(asked("changed", 5, strategy="zero2", offload_states=True, offload_update="host"))
+    on_ranks(asked("changed", 7, offload_activations=["blocks.*"]))
+    on_ranks(asked("changed", 9, offload_states=["blocks.0"]))
+    on_ranks(asked("same", 9))
+    assert_same_end(tmp_path / "changed", tmp_path / "same")
+
+
 def test_an_asynchronous_checkpoint_is_as_good(tmp_path: Path) -> None:
     for name, crashes in (("whole", (None,)), ("crashed", (9, None))):
         asked = config(tmp_path / name, train={"steps": 12}, checkpoint={"asynchronous": True, "every": 2})

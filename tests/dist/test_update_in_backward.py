@@ -65,6 +65,66 @@ def refusals(rank: int) -> dict[str, Any]:
     return {"left": left, "clipped": clipped, "scaled": scaled, "again": again}
 
 
+def disagreement(rank: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model, batch = MODELS["gpt"]()
+    model, optimizer = shardwise.prepare(model, adamw(model.parameters()), Plan(update="backward"))
+
+    def backward(step: int) -> None:
+        cross_entropy(model, batch(step, rank)).backward()
+
+    backward(0)
+    between = line(lambda: shardwise.full_state_dict(model, optimizer))
+    optimizer.step()
+    optimizer.zero_grad()
+    shardwise.full_state_dict(model, optimizer)
+    optimizer.param_groups[0]["lr"] *= 1 + rank
+    return {
+        "between": between,
+        "backward": line(lambda: backward(1)),
+        "saved": line(lambda: shardwise.full_state_dict(model, optimizer)),
+        "held": line(lambda: engine_of(model).check_state(what="a checkpoint")),
+        "stepped": line(optimizer.step),
+        "again": line(lambda: backward(2)),
+    }
+
+
+def test_ranks_that_disagree_have_updated_and_nothing_can_be_saved_then() -> None:
+    for found in run_ranks(disagreement, num_ranks=2):
+        assert "lr" in found["backward"]
+        for name in ("between", "saved", "held"):
+            assert found[name].startswith("update = 'backward': some units are updated"), name
+        assert "backward" in found["stepped"]
+        assert found["again"]
+
+
+def written_between_steps(rank: int, update: str) -> list[float]:
+    torch.manual_seed(0)
+    model, batch = MODELS["gpt"]()
+    model, optimizer = shardwise.prepare(
+        model, adamw(model.parameters()), Plan(strategy="zero2", precision="bf16", update=update)
+    )
+    losses = []
+    for step in range(3):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                # By other memory in the second step.
+                parameter.data = parameter.data * 0.5 if step == 1 else parameter.mul_(0.5).data
+        loss = cross_entropy(model, batch(step, rank))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return [*losses, *(float(value.double().sum()) for value in shardwise.full_state_dict(model)["model"].values())]
+
+
+def test_values_that_are_written_between_steps_are_updated_too() -> None:
+    at_the_end, inside = (
+        run_ranks(written_between_steps, num_ranks=2, args=(update,)) for update in ("step", "backward")
+    )
+    assert at_the_end == inside
+
+
 def test_what_comes_between_backward_and_step_is_refused() -> None:
     for found in run_ranks(refusals, num_ranks=2):
         assert found["left"] == 0

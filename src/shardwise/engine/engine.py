@@ -114,6 +114,9 @@ class Engine:
     def check_state(self, *, what: str) -> None:
         """Refuse `what` where the parameters are not the model's trained state."""
         self.check_between_steps(what=what)
+        if self.plan.updates_in_backward:
+            # Ranks that disagree have updated already. On a GPU the flag that tells may still be on its way.
+            self.guards.same_order.check(wait=True)
         self.guards.managed.check(thorough=True)
         announce(self.core.events.values_read, False)
 

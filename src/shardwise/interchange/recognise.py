@@ -17,6 +17,7 @@ from shardwise.interchange.from_deepspeed import from_deepspeed
 from shardwise.interchange.from_lightning import from_lightning
 from shardwise.interchange.from_torchtitan import from_torchtitan
 from shardwise.interchange.from_trainer import from_trainer
+from shardwise.plan import Plan
 
 Table = Mapping[str, Any]
 _MOST_BYTES = 4 * 2**20
@@ -33,15 +34,23 @@ def read_setup(path: Path) -> ForeignSetup:
     try:
         setup = next(filter(None, (read(data) for read in _READERS)), None)
         if setup is not None:
-            # Other tools run steps operation by operation.
-            plan = replace(setup.plan, engine="shardwise" if setup.foreign else "torch", capture="off")
-            return replace(setup, plan=plan)
+            return replace(setup, plan=_as_run(setup))
     except ShardwiseError as error:
         raise InvalidPlan(f"{path}: {error}") from error
     raise InvalidPlan(
         f"{path}: not a file of Accelerate, DeepSpeed, Lightning, torchtitan or the Hugging Face Trainer, "
         "and not a plan of Shardwise"
     )
+
+
+def _as_run(setup: ForeignSetup) -> Plan:
+    """Return the plan with the engine that is closest: other tools run steps operation by operation.
+
+    Their CPU updates what is offloaded, which the plans of torch's engine do not have.
+    """
+    ours = setup.foreign or setup.plan.offload_states
+    plan = replace(setup.plan, engine="shardwise" if ours else "torch", capture="off")
+    return replace(plan, offload_update="host") if plan.offload_states else plan
 
 
 def _table(path: Path) -> Table:

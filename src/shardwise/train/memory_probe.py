@@ -15,8 +15,7 @@ from functools import partial
 import torch
 
 from shardwise.comm.agreement import exchange
-from shardwise.engine.optimizer.allocate import allocate_states
-from shardwise.engine.out_of_memory.survive import StepGuard, StepUndone
+from shardwise.engine.out_of_memory.survive import StepUndone
 from shardwise.engine.protocol import require_engine
 from shardwise.engine.random_states import random_states, restore_random_states
 from shardwise.engines import replan
@@ -30,7 +29,7 @@ from shardwise.train.auto_plan import ChosenPlan
 from shardwise.train.automatic import solved_by_rank_0
 from shardwise.train.memory_retry import SmallerPlans, follow_plan
 from shardwise.train.training_state import Training
-from shardwise.train.training_step import run_passes
+from shardwise.train.training_step import run_passes, step_guard
 from shardwise.train.update import forwards, next_passes
 from shardwise.vocabulary.quantities import bytes_text
 
@@ -43,7 +42,9 @@ _REHEARSALS = 2
 def probe_memory(training: Training, *, chosen: ChosenPlan) -> ChosenPlan:
     """Return the plan that training begins with: the chosen one, or one that needs less. Collective."""
     is_auto, is_over = chosen.given.plan.is_auto, training.step >= training.num_steps
-    if not is_auto or is_over or not require_engine(training.model).can("replan", training.model):
+    engine = require_engine(training.model)
+    can_undo = engine.can("step", training.model, argument="survive") and engine.can("replan", training.model)
+    if not is_auto or is_over or not can_undo:
         return chosen
     # Only rank 0 knows the prediction, and whether an earlier start has measured the plan.
     budget = exchange(_budget_to_probe(chosen))[0]
@@ -77,7 +78,6 @@ class _Probe:
         training, plans = self.training, self.plans
         # Rehearsing and solving draw random numbers.
         drawn = random_states(training.device)
-        allocate_states(training.optimizer)
         surviving = plans.survive(training.model, most=_MAX_MOVES, tell=training.tell)
         measured_bytes = None
         while measured_bytes is None:
@@ -100,7 +100,7 @@ class _Probe:
     def _rehearse(self) -> int:
         """Run and undo the passes of the next step; return this rank's peak bytes, or raise StepUndone."""
         training = self.training
-        guard = StepGuard(training.model)
+        guard = step_guard(training.model, training.optimizer)
         self._empty_cache()
         step = next_passes(training)
         passes = forwards(training, step.weights, step.batches)

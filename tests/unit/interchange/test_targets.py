@@ -216,3 +216,10 @@ def test_host_memory_of_some_units_is_exported_as_that_of_all_and_said(strategy:
     assert any(word in text for text in exported.files.values() for word in words)
     whole = Plan(strategy=strategy, offload_states=True, offload_update="host", **FULL)  # type: ignore[arg-type]
     assert not any("offload" in line for line in export(whole, EIGHT, target=target).left_out)
+
+
+@pytest.mark.parametrize("target", ["accelerate", "deepspeed", "torchtitan"])
+def test_offload_of_other_tools_is_read_as_updates_by_the_cpu(target: str, tmp_path: Path) -> None:
+    plan = Plan(strategy="fsdp", offload_states=True, offload_update="host", **FULL)  # type: ignore[arg-type]
+    found = read_setup(file_of(plan, target, tmp_path)).plan
+    assert (found.strategy, found.offload_states, found.offload_update) == ("fsdp", True, "host")

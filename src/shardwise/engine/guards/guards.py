@@ -74,6 +74,9 @@ class Guards:
 
     def _begin_pass(self, learned: bool) -> None:
         self.detach()
+        if self._core.plan.updates_in_backward:
+            # Backward updates, before the optimizer's step would do this.
+            self.managed.put_back()
         self.managed.check(thorough=not learned)
 
     def _begin_update(self) -> None:

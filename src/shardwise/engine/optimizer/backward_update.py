@@ -25,6 +25,7 @@ class BackwardUpdate:
         core.events.pass_begins.append(lambda learned: self._allocate())
         core.events.grads_averaged.append(self._update)
         core.events.update_ended.append(self._updated.clear)
+        core.events.values_read.append(lambda announced: self._check_whole())
 
     def _allocate(self) -> None:
         """Allocate the state on the device before the first forward: in backward it would lie among activations."""
@@ -51,6 +52,14 @@ class BackwardUpdate:
                 _step(flat, parts, optimizer=optimizer)
         flat.writes.after_own()
         flat.drop_grads(range(len(flat.params)))
+
+    def _check_whole(self) -> None:
+        """Refuse to read values between backward and step, or after a backward that failed: units are of two steps."""
+        if self._updated:
+            raise InvalidModel(
+                "update = 'backward': some units are updated, and others only by optimizer.step(); call it first, or "
+                "resume from an earlier checkpoint if backward has failed"
+            )
 
     def _check(self, flat: FlatParams) -> None:
         unit = next(unit for unit in self._core.units.values() if any(flat is one for one in unit.flats))

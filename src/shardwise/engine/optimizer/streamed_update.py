@@ -312,5 +312,6 @@ class StreamedUpdate:
 
     def _follow_replay(self) -> None:
         """Let whatever reads host memory wait for a replayed update."""
+        replayed = self._streams.record(None)
         for flat in self.flats:
-            flat.update = self._streams.record(None)
+            flat.update = replayed
