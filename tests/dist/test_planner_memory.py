@@ -82,10 +82,16 @@ def spec_of(name: str, precision: str, recompute: str, tile: Patterns[int]) -> M
 
 def spec_in_fp8(name: str, plan: Plan) -> ModelSpec:
     """Traced with the plan's layers in fp8 as well."""
-    task = task_of(name, device="meta")
-    bare = model_spec(task.model, name=name)
-    ways = [("bf16", how) for how in traced_ways(bare, plan=plan)] + fp8_traces(bare, plan=plan)
-    return trace_task(task, name=name, ways=ways, kernels="cpu", fp8=fp8_weight_names(bare, plan=plan))
+    bare = model_spec(task_of(name, device="meta").model, name=name)
+    weights = fp8_weight_names(bare, plan=plan)
+    specs = [_traced(name, ("bf16", how), frozenset()) for how in traced_ways(bare, plan=plan)]
+    specs += [_traced(name, way, weights) for way in fp8_traces(bare, plan=plan)]
+    return replace(specs[0], traces=tuple(trace for spec in specs for trace in spec.traces))
+
+
+@cache
+def _traced(name: str, way: tuple[str, str], fp8: frozenset[str]) -> ModelSpec:
+    return trace_task(task_of(name, device="meta"), name=name, ways=[way], kernels="cpu", fp8=fp8)
 
 
 def measured(rank: int, name: str, plans: list[Plan]) -> list[tuple[int, int]]:

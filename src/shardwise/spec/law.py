@@ -4,11 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """const + per_sample · batch, at a given length of sample."""
+class Line(NamedTuple):
+    """const + per_sample · batch, at a given length of sample.
+
+    A tuple, because a plan makes millions, and they are keys.
+    """
 
     const: int
     per_sample: int

@@ -78,8 +78,10 @@ class ModelSpec:
                 raise InvalidModel(f"{self.name}: the call order names {name}, which is no unit")
 
     def __hash__(self) -> int:
-        # Not over all fields: specs are cache keys, and nearly always the same object.
-        return hash((self.name, self.seq, len(self.units), len(self.traces)))
+        # Not over all fields: specs are cache keys, and nearly always the same object. But one with other traces must
+        # not collide: to tell the two apart, all of their units would be compared at every look.
+        ways = tuple((trace.computes_in, trace.recompute) for trace in self.traces)
+        return hash((self.name, self.seq, len(self.units), ways))
 
     @property
     def num_params(self) -> int:

@@ -83,13 +83,13 @@ def test_frozen_weights_are_cast_by_their_layers() -> None:
 def test_units_that_the_plan_keeps_in_bf16_are_predicted_in_bf16() -> None:
     """Also one in the middle of equal ones, which then stand for themselves alone."""
     shape_of: dict[str, Any] = {"num_ranks": 2, "batch": 8, "quick": True}
+    task = token_task(replace(SHAPE, num_layers=16), device="meta")
+    bare = trace_task(task, name="llama", ways=[("bf16", "none")])
 
     def peak(**options: Any) -> int:
         plan = Plan(**options)
-        task = token_task(replace(SHAPE, num_layers=16), device="meta")
-        bare = model_spec(task.model, name="llama")
-        ways = [("bf16", "none"), *fp8_traces(bare, plan=plan)]
-        spec = trace_task(task, name="llama", ways=ways, fp8=fp8_weight_names(bare, plan=plan))
+        in_fp8 = trace_task(task, name="llama", ways=fp8_traces(bare, plan=plan), fp8=fp8_weight_names(bare, plan=plan))
+        spec = replace(bare, traces=bare.traces + in_fp8.traces)
         assert [bool(fp8_way(unit, plan=plan)) for unit in spec.units[1:]] == [
             plan.has_fp8 and not plan.keeps_bf16(f"{unit.name}.attention.q.weight") for unit in spec.units[1:]
         ]
