@@ -36,6 +36,12 @@ const charts = (() => {
     return number >= 1e-3 ? `${significant(number * 1e3)} ms` : `${significant(number * 1e6)} µs`;
   }
 
+  // Round numbers from 0 to `most`, about `count` of them, as on the axes of the report (axes.py).
+  function roundTicks(most, count) {
+    const size = 10 ** Math.floor(Math.log10(most / count)), step = size * [1, 2, 5, 10].find((one) => most / (size * one) <= count);
+    return Array.from({ length: Math.floor(most / step + 1e-9) + 1 }, (_, index) => index * step);
+  }
+
   function key(list, names) {
     list.replaceChildren(...names.map(([name, label]) => element("li", {}, element("i", { class: name }), label ?? name)));
   }
@@ -85,9 +91,9 @@ const charts = (() => {
     }
     const drawn = [...rows].filter(([lane, list]) => list.length || lane === "compute")
       .map(([lane, list]) => element("div", { class: "bar" }, element("div", { class: "label" }, lane), laneOf(lane, list, total)));
-    const shares = home.clientWidth < 480 ? [0, 0.5, 1] : [0, 0.25, 0.5, 0.75, 1];
-    const ticks = shares.map((share) =>
-      svg("text", { class: "tick", x: percent(share), y: 12, "text-anchor": share === 0 ? "start" : share === 1 ? "end" : "middle" }, share === 0 ? "0" : seconds(share * total)));
+    const anchor = (share) => (share === 0 ? "start" : share > 0.95 ? "end" : "middle");
+    const ticks = roundTicks(total, home.clientWidth < 480 ? 3 : 6).map((time) =>
+      svg("text", { class: "tick", x: percent(time / total), y: 12, "text-anchor": anchor(time / total) }, time === 0 ? "0" : seconds(time)));
     drawn.push(element("div", { class: "bar axis" }, element("span"), svg("svg", { class: "track", height: 16, "aria-hidden": "true" }, ...ticks)));
     home.replaceChildren(...drawn);
   }
@@ -134,9 +140,9 @@ const charts = (() => {
     }
     const largest = points[points.length - 1].budget;
     const x = (budget) => left + ((width - left - right) * budget) / largest, y = (value) => height - bottom - ((height - top - bottom) * value) / (most * 1.12);
-    const parts = [0, 0.25, 0.5, 0.75, 1].flatMap((share) => [
-      svg("line", { class: "grid", x1: left, x2: width - right, y1: y(share * most), y2: y(share * most) }),
-      svg("text", { class: "tick", x: left - 8, y: y(share * most) + 4, "text-anchor": "end" }, significant(share * most)),
+    const parts = roundTicks(most * 1.1, 5).flatMap((value) => [
+      svg("line", { class: "grid", x1: left, x2: width - right, y1: y(value), y2: y(value) }),
+      svg("text", { class: "tick", x: left - 8, y: y(value) + 4, "text-anchor": "end" }, significant(value)),
     ]);
     const fitting = points.filter((point) => point.value !== null);
     const path = fitting.map((point, index) => `${index ? "H" : "M"}${x(point.budget)}${index ? "V" : " "}${y(point.value)}`).join("");
