@@ -104,7 +104,8 @@ def _options(candidate: Candidate) -> str:
     """Return the options with which `shardwise plan` finds the plan of a rental."""
     plan, cluster = candidate.plan, candidate.cluster
     if candidate.label:
-        return f"--cluster {cluster} --strategy {candidate.label} --host-memory {(cluster.host_bytes or 0) >> 30}GiB"
+        host_memory = f"{(cluster.host_bytes or 0) >> 30}{GIB.name}"
+        return f"--cluster {cluster} --strategy {candidate.label} --host-memory {host_memory}"
     recompute = f" --recompute {plan.recompute}" if plan.recompute != "none" else ""
     return f"--cluster {cluster} --strategy {plan.strategy}{recompute}"
 
