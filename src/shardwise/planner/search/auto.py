@@ -1,5 +1,6 @@
 """`solve_plan`: finds the plan for `strategy = "auto"`: a model, a cluster and a memory budget → one plan."""
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -18,6 +19,7 @@ from shardwise.planner.search.dial import ACTIVATIONS, STATES, Choice, Dial, tur
 from shardwise.planner.search.dial_cost import DialCosts
 from shardwise.planner.search.micro_batches import MicroBatches, micro_batches_of
 from shardwise.planner.search.solver import Solver
+from shardwise.planner.search.tiles import tiles_of
 from shardwise.planner.time.step_time import why_not_timed
 from shardwise.vocabulary.quantities import bytes_text
 
@@ -72,9 +74,30 @@ def solve_plan(spec_for: SpecFor, *, request: AutoRequest) -> Solved:
     """Return the best plan that fits the budget with the planner's error band; raises NoPlanFits if there is none.
 
     If time cannot be predicted, return the simplest plan that fits, with the same choice for every unit. Host memory is
-    tried where nothing fits without it; where the cluster states it, also instead of recomputation.
+    tried where nothing fits without it; where the cluster states it, also instead of recomputation. For long sequences,
+    so are tiles.
     """
-    return solve_for(costs_of(spec_for, request=request), request=request)
+    costs = costs_of(spec_for, request=request)
+    tiles = tiles_of(costs.spec, plan=request.plan)
+    try:
+        found = solve_for(costs, request=request)
+    except NoPlanFits:
+        if not tiles:
+            raise
+        return solve_plan(spec_for, request=_with_tiles(request, tiles))
+    if tiles and _uses_host(found.candidate.plan):
+        with suppress(NoPlanFits):
+            tiled = solve_plan(spec_for, request=_with_tiles(request, tiles))
+            return max(found, tiled, key=lambda one: one.candidate.samples_per_s)
+    return found
+
+
+def _with_tiles(request: AutoRequest, tiles: dict[str, int]) -> AutoRequest:
+    return replace(request, plan=replace(request.plan, tile=tiles))
+
+
+def _uses_host(plan: Plan) -> bool:
+    return bool(plan.offload_states or plan.offload_activations)
 
 
 def costs_of(spec_for: SpecFor, *, request: AutoRequest) -> DialCosts:

@@ -19,6 +19,7 @@ def chosen_text(plan: Plan, *, names: Sequence[str]) -> str:
     reduced = ", each pass reduced" if plan.accumulate > 1 and plan.accumulate_reduced else ""
     parts.append(f"micro-batch {plan.micro_batch}{passes}{reduced}")
     parts.append(f"prefetch {plan.prefetch}")
+    parts += [f"{pattern} in tiles of {tokens:,} tokens" for pattern, tokens in plan.tile.items()]
     if plan.compiler != "none":
         parts.append(f"units compiled by {plan.compiler}")
     places = {"activations": plan.has_activations_on_host, "states": plan.has_states_on_host}

@@ -1,0 +1,54 @@
+"""Long sequences: `auto` computes MLPs in tiles where it would otherwise need host memory, or nothing would fit."""
+
+from dataclasses import replace
+
+import pytest
+
+from shardwise.hardware import cluster_of
+from shardwise.plan import Plan
+from shardwise.planner.search.auto import AutoRequest, NoPlanFits, costs_of, solve_for, solve_plan
+from shardwise.planner.search.chosen_text import chosen_text
+from shardwise.planner.search.tiles import tiles_of
+from shardwise.sources import Source
+from shardwise.spec import ModelSpec, TensorSpec, UnitSpec
+
+PLAN = Plan(precision="bf16", strategy="auto", micro_batch=1, capture="off")
+
+
+def test_where_nothing_else_fits_modules_compute_in_tiles() -> None:
+    spec_for = Source("llama-tiny", seq=32768).spec_for
+    ample = AutoRequest(plan=PLAN, cluster=cluster_of("1xh200"))
+    assert not solve_plan(spec_for, request=ample).candidate.plan.tile
+    request = replace(ample, budget_bytes=round(2.4 * 2**30))
+    costs = costs_of(spec_for, request=request)
+    with pytest.raises(NoPlanFits):
+        solve_for(costs, request=request)
+    found = solve_plan(spec_for, request=request).candidate
+    assert found.fits == "yes"
+    assert dict(found.plan.tile) == {"*.feed_forward": 8192}
+    names = [unit.name for unit in costs.spec.units]
+    assert "*.feed_forward in tiles of 8,192 tokens" in chosen_text(found.plan, names=names)
+
+
+def spec_of(*names: str, seq: int | None = 65536) -> ModelSpec:
+    params = tuple(TensorSpec(name=f"blocks.0.{name}", shape=(8, 8), dtype="float32") for name in names)
+    units = (UnitSpec(name="(root)", class_name="Model"), UnitSpec(name="blocks.0", class_name="Block", params=params))
+    return ModelSpec(name="model", units=units, call_order=("(root)", "blocks.0"), seq=seq)
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        (spec_of("attn.q.weight", "mlp.up.weight", "mlp.down.weight"), {"*.mlp": 8192}),
+        (spec_of("mlp.up.weight", "mlp.down.weight", seq=524288), {"*.mlp": 65536}),
+        (spec_of("mlp.gate.base.weight", "mlp.gate.lora.weight", "mlp.up.weight", "mlp.down.weight"), {"*.mlp": 8192}),
+        # Experts, short samples, samples without a length.
+        (spec_of("mlp.router.weight", *(f"mlp.experts{n}.weight" for n in range(4))), {}),
+        (spec_of("mlp.up.weight", "mlp.down.weight", seq=8192), {}),
+        (spec_of("mlp.up.weight", "mlp.down.weight", seq=None), {}),
+    ],
+)
+def test_dense_modules_of_single_tokens_are_found_by_name(spec: ModelSpec, expected: dict[str, int]) -> None:
+    assert tiles_of(spec, plan=PLAN) == expected
+    assert tiles_of(spec, plan=replace(PLAN, tile={"*.other": 4096})) == {}
+    assert tiles_of(spec, plan=Plan(engine="torch")) == {}
