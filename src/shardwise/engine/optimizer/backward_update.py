@@ -37,6 +37,9 @@ class BackwardUpdate:
     @torch.no_grad()
     def _update(self, flat: FlatParams) -> None:
         self._check(flat)
+        if not self._is_used(flat):
+            # Whether another rank has used the rest is known at the end of backward: optimizer.step() updates it.
+            return
         self._updated.add(flat)
         flat.writes.before_own()
         for optimizer in self._optimizers:
@@ -61,19 +64,17 @@ class BackwardUpdate:
                 "resume from an earlier checkpoint if backward has failed"
             )
 
+    def _is_used(self, flat: FlatParams) -> bool:
+        """Return whether this rank has used all parameters of a flat's unit."""
+        return next(unit for unit in self._core.units.values() if any(flat is one for one in unit.flats)).used_all
+
     def _check(self, flat: FlatParams) -> None:
-        unit = next(unit for unit in self._core.units.values() if any(flat is one for one in unit.flats))
         if not self._optimizers:
             raise InvalidModel("update = 'backward': give shardwise.prepare the optimizer, which updates in backward")
         if flat in self._updated:
             raise InvalidModel(
                 "update = 'backward': a second backward before optimizer.step(); call it after each backward, and use "
                 "shardwise.accumulate for several passes"
-            )
-        if not unit.used_all:
-            raise InvalidModel(
-                f"update = 'backward': backward has not used all parameters of {unit.name}, and whether other ranks "
-                "have is known only at its end; set update = 'step'"
             )
 
 
