@@ -1,5 +1,6 @@
 """Updates inside backward: the same training, without a full set of gradients."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,9 +22,33 @@ PLANS = {
     "replicated parameters": {"strategy": "zero2"},
     "in host memory": {"strategy": "fsdp", "offload_states": True},
     "some in host memory": {"strategy": "fsdp", "offload_states": ("blocks.1",), "recompute": "full"},
+    "a dynamic order": {"strategy": "fsdp", "dynamic": True},
     "some replicated": {"strategy": "fsdp", "overrides": {"blocks.0": "ddp"}},
     "a mesh of two axes": {"strategy": "fsdp", "mesh": {"replicate": 2, "shard": 1}},
 }
+
+
+@pytest.mark.parametrize("name", ["on the device", "some in host memory", "a dynamic order"])
+def test_passes_are_accumulated_before_the_update(name: str) -> None:
+    plan = Plan(**{"update": "backward", **PLANS[name]})
+    one, other = (run_ranks(accumulated, num_ranks=2, args=(each,)) for each in (plan, replace(plan, update="step")))
+    assert one == other
+
+
+def accumulated(rank: int, plan: Plan) -> list[float]:
+    torch.manual_seed(0)
+    model, batch = MODELS["gpt"]()
+    model, optimizer = shardwise.prepare(model, adamw(model.parameters()), plan)
+    losses = []
+    for step in range(4):
+        for number in range(3):
+            with shardwise.accumulate(model, enabled=number < 2):
+                loss = cross_entropy(model, batch(3 * step + number, rank))
+                loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
 
 
 @pytest.mark.parametrize("name", PLANS)
