@@ -1,11 +1,13 @@
 """Updates inside backward: the same training, without a full set of gradients."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from cases import MODELS, adamw
 from ranks import run_ranks
+from torch import Tensor, nn
 from training import Case, assert_equal, make_collectives, on_ranks, one_process
 
 import shardwise
@@ -20,15 +22,78 @@ PLANS = {
     "replicated parameters": {"strategy": "zero2"},
     "in host memory": {"strategy": "fsdp", "offload_states": True},
     "some in host memory": {"strategy": "fsdp", "offload_states": ("blocks.1",), "recompute": "full"},
+    "a dynamic order": {"strategy": "fsdp", "dynamic": True},
     "some replicated": {"strategy": "fsdp", "overrides": {"blocks.0": "ddp"}},
     "a mesh of two axes": {"strategy": "fsdp", "mesh": {"replicate": 2, "shard": 1}},
 }
+
+
+@pytest.mark.parametrize("name", ["on the device", "some in host memory", "a dynamic order"])
+def test_passes_are_accumulated_before_the_update(name: str) -> None:
+    plan = Plan(**{"update": "backward", **PLANS[name]})
+    one, other = (run_ranks(accumulated, num_ranks=2, args=(each,)) for each in (plan, replace(plan, update="step")))
+    assert one == other
+
+
+def accumulated(rank: int, plan: Plan) -> list[float]:
+    torch.manual_seed(0)
+    model, batch = MODELS["gpt"]()
+    model, optimizer = shardwise.prepare(model, adamw(model.parameters()), plan)
+    losses = []
+    for step in range(4):
+        for number in range(3):
+            with shardwise.accumulate(model, enabled=number < 2):
+                loss = cross_entropy(model, batch(3 * step + number, rank))
+                loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_updates_inside_backward_train_as_one_process_does(name: str) -> None:
     plan = Plan(**{"update": "backward", **PLANS[name]})
     assert_equal(run_ranks(on_ranks, num_ranks=2, args=(GPT, plan, True)), one_process(GPT, num_ranks=2))
+
+
+class Branching(nn.Module):
+    """Its second block is used by some ranks in some steps, and by none in others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: Tensor, uses: tuple[bool, ...]) -> Tensor:
+        for block, is_used in zip(self.blocks, uses, strict=True):
+            x = block(x) if is_used else x
+        return x
+
+
+def branching(rank: int, settings: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model = Branching()
+    plan = Plan(units="class:Sequential", **settings)
+    model, optimizer = shardwise.prepare(model, adamw(model.parameters()), plan)
+    losses = []
+    for step in range(6):
+        uses = (True, (rank, step) in ((0, 1), (1, 2), (0, 4), (1, 4)), step > 0)
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+        loss = model(x, uses).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, shardwise.full_state_dict(model)["model"]
+
+
+@pytest.mark.parametrize("states", [False, True, ("blocks.1",)])
+def test_units_that_not_all_ranks_use_are_updated_at_the_end(states: Any) -> None:
+    expected = run_ranks(branching, num_ranks=2, args=({"strategy": "fsdp"},))
+    found = run_ranks(branching, num_ranks=2, args=({"update": "backward", "offload_states": states},))
+    for (losses, weights), (others, theirs) in zip(expected, found, strict=True):
+        assert losses == others
+        assert all(torch.equal(weights[name], value) for name, value in theirs.items())
 
 
 def line(act: Any) -> str:

@@ -13,6 +13,7 @@ from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.flat_buffers import Owned
 from shardwise.engine.optimizer.streamed_update import StreamedUpdate, empty_stand_in, group_numbers, plain_step
 from shardwise.errors import InvalidModel
+from shardwise.plan.placement import SHARDED
 
 
 class BackwardUpdate:
@@ -20,11 +21,13 @@ class BackwardUpdate:
 
     def __init__(self, core: Core, *, optimizers: Mapping[Optimizer, Any], streamed: StreamedUpdate) -> None:
         self._core, self._optimizers, self._streamed = core, optimizers, streamed
-        self._updated: weakref.WeakSet[FlatParams] = weakref.WeakSet()
+        # Whether a backward has begun since the last step: then units may be of two steps.
+        self._has_begun = False
         self._allocated: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         core.events.pass_begins.append(lambda learned: self._allocate())
         core.events.grads_averaged.append(self._update)
-        core.events.update_ended.append(self._updated.clear)
+        core.events.last_backward_begins.append(self._begin)
+        core.events.update_ended.append(self._end)
         core.events.values_read.append(lambda announced: self._check_whole())
 
     def _allocate(self) -> None:
@@ -34,10 +37,28 @@ class BackwardUpdate:
                 self._allocated.add(optimizer)
                 self._streamed.allocate_others(optimizer)
 
+    def _begin(self) -> None:
+        """Refuse what cannot be updated, on all ranks alike, before any unit is."""
+        if not any(flat.placement.grads is SHARDED for flat in self._core.flats):
+            return
+        if not self._optimizers:
+            raise InvalidModel("update = 'backward': give shardwise.prepare the optimizer, which updates in backward")
+        if self._has_begun:
+            raise InvalidModel(
+                "update = 'backward': a second backward before optimizer.step(); call it after each backward, and use "
+                "shardwise.accumulate for several passes"
+            )
+        self._has_begun = True
+
+    def _end(self) -> None:
+        self._has_begun = False
+
     @torch.no_grad()
     def _update(self, flat: FlatParams) -> None:
-        self._check(flat)
-        self._updated.add(flat)
+        if self._core.passes.accumulating or not self._is_used(flat):
+            # More passes follow, each of which is reduced under dynamic = true. Or another rank may have used the
+            # rest, which is known at the end of backward: then optimizer.step() updates it.
+            return
         flat.writes.before_own()
         for optimizer in self._optimizers:
             stepped = group_numbers(optimizer)
@@ -55,26 +76,15 @@ class BackwardUpdate:
 
     def _check_whole(self) -> None:
         """Refuse to read values between backward and step, or after a backward that failed: units are of two steps."""
-        if self._updated:
+        if self._has_begun:
             raise InvalidModel(
                 "update = 'backward': some units are updated, and others only by optimizer.step(); call it first, or "
                 "resume from an earlier checkpoint if backward has failed"
             )
 
-    def _check(self, flat: FlatParams) -> None:
-        unit = next(unit for unit in self._core.units.values() if any(flat is one for one in unit.flats))
-        if not self._optimizers:
-            raise InvalidModel("update = 'backward': give shardwise.prepare the optimizer, which updates in backward")
-        if flat in self._updated:
-            raise InvalidModel(
-                "update = 'backward': a second backward before optimizer.step(); call it after each backward, and use "
-                "shardwise.accumulate for several passes"
-            )
-        if not unit.used_all:
-            raise InvalidModel(
-                f"update = 'backward': backward has not used all parameters of {unit.name}, and whether other ranks "
-                "have is known only at its end; set update = 'step'"
-            )
+    def _is_used(self, flat: FlatParams) -> bool:
+        """Return whether this rank has used all parameters of a flat's unit."""
+        return next(unit for unit in self._core.units.values() if any(flat is one for one in unit.flats)).used_all
 
 
 def _step(flat: FlatParams, parts: list[tuple[Owned, Tensor]], *, optimizer: Optimizer) -> None:
