@@ -66,10 +66,12 @@ endif
 # What each part says at its end, so that it is seen what makes it long.
 SLOWEST := --durations=12 --durations-min=3
 
-# Tests that start whole jobs; those that go with the unit tests, so that the parts take about equally long; and the others,
-# whose ranks come from a pool.
-JOBS := $(sort $(wildcard $(patsubst %,tests/dist/test_%*.py,accelerate autopsy bench documents integration kills launch notebooks recovery train watch)))
-WITH_UNIT := $(wildcard $(patsubst %,tests/dist/test_%.py,capture_agreement ema frozen grad_norms pretrained weight_stream whole written))
+# Tests that start whole jobs, and those whose ranks need transformers or Lightning, which are imported once per part; those
+# that go with the unit tests, so that the parts take about equally long; and the others, whose ranks come from a pool.
+WHOLE_JOBS := accelerate autopsy bench documents integration kills launch notebooks recovery train watch
+OF_LIBRARIES := asked_by_others evaluating fine_tune grad_norms lightning pretrained
+JOBS := $(sort $(wildcard $(patsubst %,tests/dist/test_%*.py,$(WHOLE_JOBS) $(OF_LIBRARIES))))
+WITH_UNIT := $(wildcard $(patsubst %,tests/dist/test_%.py,capture_agreement ema frozen weight_stream whole written))
 
 test-unit:
 	@$(BIN)/python -m pytest $(SLOWEST) tests/unit tests/gpu $(WITH_UNIT)

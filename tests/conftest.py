@@ -22,6 +22,9 @@ settings.load_profile("usual")
 # longer than one computes. The variable is for processes that tests start.
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
+# As in ranks.py: a CPU without bf16 turns oneDNN off at its first product in bf16, so that a test in fp32 would depend on
+# those before it.
+torch._C._set_mkldnn_enabled(False)
 
 # What one test has traced is for the others of this run as well, also in other processes, but not for the next run.
 _CACHE = tempfile.TemporaryDirectory(prefix="shardwise-cache-")
