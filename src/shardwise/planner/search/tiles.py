@@ -18,7 +18,7 @@ _NUM_TILES, _LEAST_TOKENS = 8, 8192
 
 def tiles_of(spec: ModelSpec, *, plan: Plan) -> dict[str, int]:
     """Return the tiles that `auto` may try; none if the plan has decided, or where they would gain little."""
-    if plan.tile or not LIMITS[plan.engine].has("tile") or spec.seq is None or spec.seq < _LEAST_SEQ:
+    if plan.tile or not LIMITS[plan.engine].runs("tile") or spec.seq is None or spec.seq < _LEAST_SEQ:
         return {}
     tokens = max(-(-spec.seq // _NUM_TILES), _LEAST_TOKENS)
     layers = _layers(spec)
