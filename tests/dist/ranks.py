@@ -226,6 +226,8 @@ atexit.register(shut_down)
 def _serve(rank: int, num_ranks: int, folder: str, pipe: Connection) -> None:
     """Join the job, then run bodies until this process is killed or the other end of the pipe is gone."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    # As in a rank of a user: the workers of a data loader, started by a fork server, would outlive this process.
+    multiprocessing.set_start_method("fork", force=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ^C is the test's, which then kills the pool
     output = os.open(Path(folder, f"rank-{rank}.txt"), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
