@@ -18,21 +18,16 @@ from shardwise.planner.search.compile_choice import compiling_pays, tried_first
 from shardwise.planner.search.dial import ACTIVATIONS, STATES, Choice, Dial, turned_units
 from shardwise.planner.search.dial_cost import DialCosts
 from shardwise.planner.search.micro_batches import MicroBatches, micro_batches_of
+from shardwise.planner.search.reserved_search import WORTH_A_LOOK, best_reserved
 from shardwise.planner.search.solver import Solver
 from shardwise.planner.search.tiles import tiles_of
 from shardwise.planner.time.step_time import why_not_timed
 from shardwise.vocabulary.quantities import bytes_text
 
 RECOMPUTES = ("none", "selective", "full")
-# How often the search is repeated with a lower limit, because the allocator needs more than the tensors.
-_REPEATS = 8
-# Dials that are tried again with the full limit: uniform ones (one per choice), and others.
-_LOOKS = {True: 6, False: 3}
 # The row whose units may be in host memory, and what of them may.
 _HOST_ROW = "fsdp"
 _PLACES = (frozenset[str](), frozenset({STATES}), frozenset({ACTIVATIONS}), frozenset({STATES, ACTIVATIONS}))
-# A dial is only tried again if it is this much faster at the batch that its tensors allow.
-_WORTH_A_LOOK = 1.02
 
 
 class NoPlanFits(ShardwiseError):  # noqa: N818
@@ -165,7 +160,7 @@ def _with_host_memory(costs: DialCosts, dial: Dial | None, *, request: AutoReque
     """Return the dial, or a faster one with units in host memory; if none fits, one that the CPU updates."""
     own = replace(request, rows=(_HOST_ROW,), recomputes=tuple(way for way in request.recomputes if way != "selective"))
     hosted = _best_dial(costs, request=own, on_host=True)
-    if hosted is not None and (dial is None or costs.speed(hosted) > _WORTH_A_LOOK * costs.speed(dial)):
+    if hosted is not None and (dial is None or costs.speed(hosted) > WORTH_A_LOOK * costs.speed(dial)):
         return costs, hosted
     if dial is None and not request.plan.updates_in_backward:
         by_cpu = _based_on(costs, replace(costs.base, offload_update="host"))
@@ -201,73 +196,12 @@ def _best_dial(costs: DialCosts, *, request: AutoRequest, on_host: bool = False)
             accumulate_reduced=reduced,
             climbs=not on_host,
         )
-        dial = _solve_reserved(solver, quick=request.quick)
+        dial = best_reserved(solver, quick=request.quick)
         found += [dial] if dial is not None else []
         if dial is not None and dial.accumulate == 1:
             break
     sign = -1 if request.goal == "throughput" else 1
     return min(found, key=lambda dial: sign * solver.costs.speed(dial), default=None)
-
-
-def _solve_reserved(solver: Solver, *, quick: bool) -> Dial | None:
-    """Return the best dial that also fits by the allocator's model: until then, repeat with a lower limit."""
-    limit, costs = solver.limit, solver.costs
-    dial = solver.best()
-    if quick or dial is None:
-        return dial
-    for _ in range(_REPEATS):
-        needed = costs.device_bytes(dial, limit_bytes=limit)
-        if needed <= limit:
-            return _second_look(solver, found=dial, limit=limit)
-        solver.limit = costs.tensor_bytes(dial) - (needed - limit)
-        dial = solver.best()
-        if dial is None:
-            break
-    return _second_look(solver, found=None, limit=limit)
-
-
-def _second_look(solver: Solver, *, found: Dial | None, limit: float) -> Dial | None:
-    """Try dials again that the lower limit excluded, but for which the allocator needs less.
-
-    As long as nothing is found, every uniform dial is tried: those cause the least fragmentation.
-    """
-    if found is not None and (solver.limit == limit or solver.goal == "memory"):
-        return found
-    costs = solver.costs
-    tried: dict[bool, set[Choice | Dial]] = {True: set(), False: set()}
-    for dial in sorted(costs.timed(), key=lambda dial: -costs.speed(dial)):
-        is_uniform = len(set(dial.choices)) == 1
-        own, structure = tried[is_uniform], dial.choices[0] if is_uniform else replace(dial, batch=1)
-        if found is not None and costs.speed(dial) < _WORTH_A_LOOK * costs.speed(found):
-            break
-        if (len(own) >= _LOOKS[is_uniform] and (found is not None or not is_uniform)) or structure in own:
-            continue
-        if costs.tensor_bytes(dial) <= limit and costs.fits_host(dial) and solver.is_better(dial, found):
-            own.add(structure)
-            smaller = _shrunk(dial, solver=solver, limit=limit)
-            if smaller is not None and solver.is_better(smaller, found):
-                found = smaller
-    return found
-
-
-def _shrunk(dial: Dial, *, solver: Solver, limit: float) -> Dial | None:
-    """Return the dial with about the largest batch that fits by the allocator's model, or None."""
-    costs = solver.costs
-    needed = costs.device_bytes(dial, limit_bytes=limit)
-    if needed <= limit:
-        return dial
-    if not solver.batches.is_free:
-        return None
-    low, high = 0, dial.batch
-    half = replace(dial, batch=max(1, high // 2))
-    per_sample = (costs.tensor_bytes(dial) - costs.tensor_bytes(half)) / max(1, high - half.batch)
-    guess = high - (needed - limit) / per_sample if per_sample > 0 else 0
-    while high - low > max(1, high // 50):
-        batch = round(guess) if low + 0.5 < guess < high - 0.5 else (low + high) // 2
-        guess = 0
-        fits = costs.device_bytes(replace(dial, batch=batch), limit_bytes=limit) <= limit
-        low, high = (batch, high) if fits else (low, batch)
-    return replace(dial, batch=low) if low else None
 
 
 def _limit(costs: DialCosts, *, request: AutoRequest) -> float:

@@ -13,11 +13,12 @@ from shardwise.errors import InvalidPlan
 from shardwise.hardware import Cluster, cluster_of
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
-from shardwise.planner.search.auto import RECOMPUTES, AutoRequest, NoPlanFits, Solved, _shrunk, solve_plan
+from shardwise.planner.search.auto import RECOMPUTES, AutoRequest, NoPlanFits, Solved, solve_plan
 from shardwise.planner.search.candidates import Candidate, candidates, cost
 from shardwise.planner.search.dial import Dial
 from shardwise.planner.search.dial_cost import DialCosts
 from shardwise.planner.search.micro_batches import MicroBatches
+from shardwise.planner.search.reserved_search import _shrunk
 from shardwise.sources import Source
 from shardwise.spec import ModelSpec
 from shardwise.vocabulary.quantities import GIB
