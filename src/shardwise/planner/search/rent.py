@@ -142,7 +142,7 @@ def _in_host_memory(spec_for: SpecFor, *, request: AutoRequest) -> Candidate | N
 def _clusters(device: Device, *, price: Price, sizes: Sequence[tuple[int, int]]) -> Iterator[Cluster]:
     for nodes, count in sizes:
         if nodes == 1 or device.nic is not None:
-            # Several GPUs share the bandwidth of the host's memory, which is not modelled.
+            # Not for several GPUs: the solver would run for each number of them.
             host_bytes = price.host_bytes if count == nodes == 1 else 0
             yield make_cluster(device, num_nodes=nodes, devices_per_node=count, fabric=None, host_bytes=host_bytes)
 
