@@ -36,7 +36,10 @@ class Chart:
             yield f'<path d="M{LEFT:g} {y:.1f}H{WIDTH - 6}" class="line" stroke-width=".5"/>'
             yield text(LEFT - 6, y + 4, words, style="faint small", anchor="end")
         for number in range(0, int(self.most) + 1, every):
-            yield text(self.x(number), BOTTOM + 16, str(number), style="faint small", anchor="middle")
+            is_at_edge = self.x(number) > WIDTH - 18
+            yield text(
+                self.x(number), BOTTOM + 16, str(number), style="faint small", anchor="end" if is_at_edge else "middle"
+            )
         yield text(WIDTH - 6, BOTTOM + 32, across, style="ink small", anchor="end")
 
     def line(self, line: Line, *, colour: str, wide: bool = False) -> Iterator[str]:
