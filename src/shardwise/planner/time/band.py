@@ -26,7 +26,7 @@ COMPILED = "compiled"
 HOST_MEASURED = "bound by the host"
 HOST = "bound by a host that was not measured"
 FP8 = "fp8 products assumed twice as fast as bf16's, not measured"
-OFFLOADED = "through host memory, of which few rows were measured"
+OFFLOADED = "through host memory, which was only measured on an H200"
 FOREIGN = "an engine of which only the extra time is modelled"
 
 PARTS = {
