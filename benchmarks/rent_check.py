@@ -20,7 +20,7 @@ from shardwise.planner.search.training_cost import TrainingCost
 from shardwise.sources import Source
 
 MODELS = (
-    *("gpt2-124m", "gpt2-350m", "gpt2-1.5b", "gpt-1.3b", "llama-3.2-1b"),
+    *("gpt2-124m", "gpt2-350m", "smollm2-360m", "gpt-1.3b", "llama-3.2-1b"),
     *("llama-2-7b", "llama-3.1-8b", "mpt-7b", "llama-2-13b", "llama-3.1-70b"),
 )
 NUM_TOKENS = 2e9
