@@ -149,7 +149,7 @@ def _recomputes(dial: Dial) -> bool:
 def _may_use_host(request: AutoRequest) -> bool:
     """Return whether units may be given host memory: the engine can, the link is known, the plan has not decided."""
     plan, device = request.plan, request.cluster.device
-    is_free = not (plan.offload_states or plan.offload_activations) and request.cluster.host_bytes != 0
+    is_free = not _uses_host(plan) and request.cluster.host_bytes != 0
     hindered = plan.captures or plan.owned or needs_whole_matrices(request.optimizer)
     rows = request.rows or strategies_of(plan.engine)
     can = LIMITS[plan.engine].has("offload_states") and device.host_link is not None and _HOST_ROW in rows
