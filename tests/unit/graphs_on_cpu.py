@@ -32,6 +32,8 @@ class CpuDevice:
 
     type = "cpu"
 
+    device = torch.device("cpu")
+
     def __init__(self) -> None:
         self.seconds = iter(range(10**9))
         self.no_room = ""

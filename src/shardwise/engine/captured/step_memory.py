@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -51,7 +52,9 @@ class Pool(Protocol):
 
 
 class MemoryDevice(Protocol):
-    """The methods of StepDevice that are called here."""
+    """What is used of StepDevice here."""
+
+    device: torch.device
 
     def settle(self) -> None: ...
     def free_share(self) -> float: ...
@@ -119,7 +122,7 @@ class StepMemory:
         self._sharing.clear()
         self.pool.end()
         self.pool.renew()
-        move_states(self._optimizer, release_memory=self._device.release_memory)
+        move_states(self._optimizer, device=self._device.device, release_memory=self._device.release_memory)
 
     # Graphs
 

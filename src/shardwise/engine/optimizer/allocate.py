@@ -41,14 +41,19 @@ def allocate_states(optimizer: Optimizer, *, without: Collection[int] = ()) -> N
                 parameter.grad = None
 
 
-def move_states(optimizer: Optimizer, *, release_memory: Callable[[], None]) -> None:
-    """Allocate the state again, a few tensors at a time, so that memory in which it lay scattered can be given back.
+def move_states(optimizer: Optimizer, *, device: torch.device, release_memory: Callable[[], None]) -> None:
+    """Allocate the state on a device again, a few tensors at a time, so that its scattered memory can be given back.
 
-    Only for torch's own optimizers: others may keep further references to their state.
+    Only for torch's own optimizers: others may keep further references to their state. No update may be in flight.
     """
     if not type(optimizer).__module__.startswith("torch.optim."):
         return
-    states = [(state, key) for state in optimizer.state.values() for key in state if isinstance(state[key], Tensor)]
+    states = [
+        (state, key)
+        for state in optimizer.state.values()
+        for key, value in state.items()
+        if isinstance(value, Tensor) and value.device.type == device.type
+    ]
     for number, (state, key) in enumerate(sorted(states, key=lambda place: place[0][place[1]].data_ptr())):
         state[key] = state[key].clone()
         if number % _MOVED_TOGETHER == 0:

@@ -202,8 +202,9 @@ class StreamedUpdate:
         """Bring a chunk in, update it and send it out; return the event of its end."""
         streams, first, last = self._streams, chunk[0].start, chunk[-1].stop
         master = flat.host_master[first:last]
-        here = self._room(slot, "master", master.numel(), dtype=master.dtype)
         with streams.on("bring"):
+            # On this stream also the memory: a fill of it (deterministic algorithms) must come before the copy.
+            here = self._room(slot, "master", master.numel(), dtype=master.dtype)
             streams.wait("bring", slot.sent)
             streams.wait("bring", after)
             here.copy_(master, non_blocking=True)

@@ -26,6 +26,7 @@ from shardwise.comm.job_environment import capture_is_off
 from shardwise.comm.leave import release_before_leaving
 from shardwise.engine.activations.recompute import replace_forward
 from shardwise.engine.core.core import Core
+from shardwise.engine.core.step_events import announce
 from shardwise.engine.graphs.reads import NotCaptured
 from shardwise.engine.graphs.step_device import FULL
 from shardwise.engine.graphs.step_pool import why_no_pool
@@ -146,8 +147,9 @@ class UnitGraphs:
 
     def _move_states(self) -> None:
         """Free memory of ordinary steps that could not be given back while optimizer state lies in it."""
+        device, graphs = self._core.setting.device, self.arenas.all[0].device
         for optimizer in self._optimizers:
-            move_states(optimizer, release_memory=self.arenas.all[0].device.release_memory)
+            move_states(optimizer, device=device, release_memory=graphs.release_memory)
 
     def _take_slots(self) -> None:
         """Gather at fixed addresses from now on, as the program of this spec needs them."""
@@ -234,6 +236,8 @@ class UnitGraphs:
         if not arena.has_room(_elements(key)):
             arena = self.arenas.drop(arena)
         if self._leave_memory is not None:
+            # An update of states in host memory may still count its step.
+            announce(self._core.events.streams_meet)
             self._leave_memory()
             self._leave_memory = None
         recorded = arena.begin_recording(_elements(key), num_bytes=self._observed[key].pass_bytes)
