@@ -324,15 +324,20 @@ class Job:
     def host_line(self) -> Line:
         """Bytes in host memory on one rank: states, and activations that wait there for backward."""
         states = sum(self.weight(name) * states.host for name, states in self.states.items())
-        saved = self.saved_on_host
+        # The first step does not know yet with which unit backward begins; its memory is kept.
+        saved = self._saved_in_first_step
         const, per_sample = (sum(getattr(line, name) for line in saved.values()) for name in ("const", "per_sample"))
         return Line(states + const, per_sample)
 
     @cached_property
+    def _saved_in_first_step(self) -> Mapping[str, Line]:
+        peaks = [(key, self._stream_peak(stream)) for key, stream in self.memory_streams]
+        return saved_by_units(peaks, plan=self.plan)
+
+    @property
     def saved_on_host(self) -> Mapping[str, Line]:
         """What units save in host memory, in the order of forward; the one with which backward begins keeps its own."""
-        peaks = [(key, self._stream_peak(stream)) for key, stream in self.memory_streams]
-        return dict(list(saved_by_units(peaks, plan=self.plan).items())[:-1])
+        return dict(list(self._saved_in_first_step.items())[:-1])
 
     def buffers_at_rest(self) -> list[int]:
         """Return the sizes of the allocations for gradients among those at rest."""
