@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from whole import whole
 
 import shardwise
+from shardwise.engine.activations.tiled import TiledHead
+from shardwise.engine.activations.tiled_logits import TiledLogits
 from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.plan import Plan
 
@@ -148,3 +150,116 @@ def refused(rank: int, options: dict[str, Any]) -> str:
 def test_a_module_that_cannot_be_tiled_is_an_error(tile: dict[str, int], line: str) -> None:
     (said,) = run_ranks(refused, num_ranks=1, args=({"tile": tile},))
     assert line in said
+
+
+# A head in tiles, and the loss after it
+
+
+class Classifier(nn.Module):
+    """Tokens' classes; the loss is computed inside, as in transformers, where classes are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block(0.0) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 11)
+
+    def forward(self, x: Tensor, classes: Tensor | None = None) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        return logits if classes is None else nn.functional.cross_entropy(logits.view(-1, 11), classes.view(-1))
+
+
+def outside(model: nn.Module, x: Tensor, classes: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(x).flatten(0, -2), classes.flatten())
+
+
+def shifted(model: nn.Module, x: Tensor, classes: Tensor) -> Tensor:
+    logits = model(x)[..., :-1, :].contiguous()
+    return nn.CrossEntropyLoss(reduction="sum")(logits.reshape(-1, 11), classes[..., 1:].reshape(-1)) / 40
+
+
+def otherwise(model: nn.Module, x: Tensor, classes: Tensor) -> Tensor:
+    """Everything that is not computed in tiles."""
+    logits = model(x)
+    first = (2 * logits - logits[0]).square().mean() + torch.stack([logits, logits]).logsumexp(-1).mean()
+    return first + nn.functional.cross_entropy(logits.transpose(1, 2), classes, label_smoothing=0.1)
+
+
+LOSSES = {
+    "inside": lambda model, x, classes: model(x, classes),
+    **{f.__name__: f for f in (outside, shifted, otherwise)},
+}
+
+
+def with_losses(rank: int, plan: dict[str, Any], tile: dict[str, int]) -> dict[str, Any]:
+    found = {}
+    for name, loss_of in LOSSES.items():
+        model = Classifier().double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+        shardwise.prepare(model, optimizer, Plan(precision="native", tile=tile, **plan))
+        losses = []
+        for step in range(3):
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            x = torch.randn(2, LENGTH, WIDTH, dtype=torch.float64, generator=generator)
+            classes = torch.randint(11, (2, LENGTH), generator=generator)
+            # Not counted.
+            classes[0, 3:7] = -100
+            for number in range(plan.get("accumulate", 1)):
+                with shardwise.accumulate(model, enabled=number + 1 < plan.get("accumulate", 1)):
+                    loss = loss_of(model, x, classes)
+                    loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        found[name] = torch.stack(losses), shardwise.full_state_dict(model)["model"]
+    return found
+
+
+def heads_differ(rank: int, plan: dict[str, Any]) -> float:
+    without, tiled = (with_losses(rank, plan, tile) for tile in ({}, {"head": 4, "*.mlp": 8}))
+    return max(
+        float((value - tiled[loss][1][name]).abs().max())
+        for loss, (_, values) in without.items()
+        for name, value in values.items()
+    )
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"strategy": "ddp"},
+        {"strategy": "fsdp", "accumulate": 2},
+        *whole({"strategy": "zero2"}, {"strategy": "fsdp", "recompute": "full", "offload_activations": True}),
+    ],
+    ids=str,
+)
+def test_a_tiled_head_trains_what_it_does_without_tiles_with_any_loss(plan: dict[str, Any]) -> None:
+    assert max(run_ranks(heads_differ, num_ranks=2, args=(plan,))) < 1e-12
+
+
+def test_logits_of_a_tiled_head_never_exist_where_a_cross_entropy_follows() -> None:
+    sizes: list[int] = []
+
+    model = Classifier()
+    tiled = TiledHead(model.head, name="head", tokens=5, dtype=torch.float32, verifies=True)
+    head = tiled.inner
+
+    def counted(x: Tensor) -> Tensor:
+        sizes.append(x.shape[-2])
+        return head(x)
+
+    tiled.inner = counted
+    x = torch.randn(2, LENGTH, WIDTH)
+    logits = tiled(x)
+    assert isinstance(logits, TiledLogits)
+    assert (logits.shape, logits.dtype, logits.device) == ((2, LENGTH, 11), torch.float32, x.device)
+    classes = torch.zeros(2 * LENGTH, dtype=torch.int64)
+    nn.functional.cross_entropy(logits.float().view(-1, 11), classes).backward()
+    assert max(sizes) == 5
+    # In forward, and again in backward.
+    assert sum(sizes) == 2 * LENGTH
+    assert model.head.weight.grad is not None
+    with torch.no_grad():
+        assert torch.equal(tiled(x), model.head(x))

@@ -47,7 +47,8 @@ class LeanCausalLoss:
         shift_labels: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
-        if not (torch.is_grad_enabled() and logits.requires_grad):
+        # The loss of a head in tiles is computed in tiles anyway.
+        if not (torch.is_grad_enabled() and isinstance(logits, Tensor) and logits.requires_grad):
             options |= {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
             return self._usual(logits, labels, vocab_size, shift_labels=shift_labels, **options)
         if shift_labels is None:

@@ -24,6 +24,9 @@ def lean_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
     If the logits require gradients, they are overwritten, and backward can run only once.
     """
+    if not isinstance(logits, Tensor):
+        # Of a head in tiles, whose loss is computed in tiles, too.
+        return F.cross_entropy(logits.float(), targets)
     if not (torch.is_grad_enabled() and logits.requires_grad):
         return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets)
     loss: Tensor = _LeanCrossEntropy.apply(logits, targets)  # type: ignore[no-untyped-call]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise
+from shardwise.engine.activations.tiled import tile_modules
 from shardwise.errors import InvalidModel
 from shardwise.integrations.lean_causal_loss import LeanCausalLoss
 
@@ -73,3 +74,21 @@ def test_a_second_call_changes_nothing_and_the_model_can_be_pickled() -> None:
 def test_a_model_without_such_a_loss_is_refused() -> None:
     with pytest.raises(InvalidModel, match="Linear has no causal language model of transformers inside"):
         shardwise.lean_loss(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("is_lean", [False, True])
+def test_a_head_in_tiles_has_the_loss_and_the_gradients_of_transformers(is_lean: bool) -> None:
+    usual = make_llama()
+    tiled = copy.deepcopy(usual)
+    if is_lean:
+        shardwise.lean_loss(tiled)
+    tile_modules(tiled, tile={"lm_head": 2, "*.mlp": 4})
+    ids, labels = tokens(5)
+    found = [model(input_ids=ids, labels=labels) for model in (usual, tiled)]
+    torch.testing.assert_close(found[1].loss, found[0].loss)
+    for one in found:
+        one.loss.backward()
+    for (name, parameter), other in zip(usual.named_parameters(), tiled.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, parameter.grad, msg=name)
+    # A trainer that looks at the logits finds them.
+    assert torch.equal(found[1].logits.argmax(-1), found[0].logits.argmax(-1))

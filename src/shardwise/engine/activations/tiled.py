@@ -4,7 +4,8 @@ forward    tile by tile, without a graph; only the module's input is kept
 backward   computes each tile's forward again, then its backward; gradients of parameters are added up in the reduce
            dtype, and rounded once
 
-Such a module acts on each token by itself, as an MLP, a norm or a projection does. The first call verifies that.
+Such a module acts on each token by itself, as an MLP, a norm or a projection does. The first call verifies that. The
+head of a language model is tiled together with the loss that follows it (tiled_logits.py).
 """
 
 import functools
@@ -20,8 +21,12 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from shardwise.engine.activations.recompute import draws_nothing, replace_forward
 from shardwise.engine.activations.selective import keeping_no_products
+from shardwise.engine.activations.tiled_logits import TiledLogits
 from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.plan.patterns import Patterns, unmatched
+
+TokenFunction = Callable[..., Tensor]
+"""Of one tensor (…, tokens, features) or several, to a tensor of the same tokens."""
 
 # Tokens with which the first call compares a tile, and the difference that it allows: kernels round by shape.
 _CHECKED_TOKENS = 32
@@ -43,7 +48,8 @@ def tile_modules(
     undo = []
     for name, tokens in _tiled_names(model, tile=tile):
         module = model.get_submodule(name)
-        tiled = _TiledModule(module, name=name, tokens=tokens, dtype=dtype, verifies=verifies)
+        kind = TiledHead if _is_head(module, name=name) else TiledModule
+        tiled = kind(module, name=name, tokens=tokens, dtype=dtype, verifies=verifies)
         # Compiled code would have to contain the loop over the tiles.
         undo.append(replace_forward(module, _disable_dynamo(functools.wraps(module.forward)(tiled))))
     return undo
@@ -67,7 +73,12 @@ def _tiled_names(model: nn.Module, *, tile: Mapping[str, int]) -> list[tuple[str
     return [(name, tokens) for name, tokens in found if tokens]
 
 
-class _TiledModule:
+def _is_head(module: nn.Module, *, name: str) -> bool:
+    """Return whether a module makes logits: a linear layer outside of the blocks, which are numbered."""
+    return isinstance(module, nn.Linear) and not any(part.isdigit() for part in name.split("."))
+
+
+class TiledModule:
     """One module, its own forward, and the size of its tiles."""
 
     def __init__(self, module: nn.Module, *, name: str, tokens: int, dtype: torch.dtype, verifies: bool) -> None:
@@ -84,10 +95,21 @@ class _TiledModule:
             return self.inner(x)
         if not self._is_verified:
             self._verify(x)
+        return self.computed(x, self.inner)
+
+    def computed(self, x: Tensor, function: TokenFunction, *others: Tensor) -> Tensor:
+        """Return a function of x and of other tensors with the same tokens, tile by tile.
+
+        The function uses the parameters of the module. Gradients flow into them and into x.
+        """
         params = [param for param in self.module.parameters() if param.requires_grad]
         if not torch.is_grad_enabled() or not (x.requires_grad or params):
-            return self.joined((self.inner(part) for part in self.parts(x)), num_tokens=x.shape[-2])
-        return _Tiled.apply(self, x, *params)  # type: ignore[no-untyped-call]
+            return self.joined(self.each(function, x, *others), num_tokens=x.shape[-2])
+        found: Tensor = _Tiled.apply(self, function, others, x, *params)  # type: ignore[no-untyped-call]
+        return found
+
+    def each(self, function: TokenFunction, *tensors: Tensor) -> Iterator[Tensor]:
+        return (function(*parts) for parts in zip(*map(self.parts, tensors), strict=True))
 
     def _only_input(self, inputs: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
         given = [*inputs, *options.values()]
@@ -135,21 +157,38 @@ class _TiledModule:
         self._is_verified = True
 
 
+class TiledHead(TiledModule):
+    """A head whose logits are computed in tiles by what uses them."""
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        x = self._only_input(inputs, options)
+        if x.shape[-2] <= self.tokens or not torch.is_grad_enabled():
+            return super().__call__(x)
+        return TiledLogits(x, self)
+
+
 class _Tiled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tiled: _TiledModule, x: Tensor, *params: Tensor) -> Tensor:
-        ctx.tiled = tiled
+    def forward(
+        ctx: Any,
+        tiled: TiledModule,
+        function: TokenFunction,
+        others: tuple[Tensor, ...],
+        x: Tensor,
+        *params: Tensor,
+    ) -> Tensor:
+        ctx.tiled, ctx.function, ctx.others = tiled, function, others
         ctx.random = None if draws_nothing() else _RandomStates(x)
         ctx.autocast = torch.is_autocast_enabled(x.device.type), torch.get_autocast_dtype(x.device.type)
         ctx.save_for_backward(x, *params)
         with keeping_no_products():
-            return tiled.joined((tiled.inner(part) for part in tiled.parts(x)), num_tokens=x.shape[-2])
+            return tiled.joined(tiled.each(function, x, *others), num_tokens=x.shape[-2])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *params = ctx.saved_tensors
-        tiled, needs_x = ctx.tiled, ctx.needs_input_grad[1]
+        tiled, needs_x = ctx.tiled, ctx.needs_input_grad[3]
         enabled, dtype = ctx.autocast
         sums: list[Tensor | None] = [None] * len(params)
         grad_of_x = torch.empty_like(x) if needs_x else None
@@ -157,21 +196,22 @@ class _Tiled(torch.autograd.Function):
             ctx.random.restored() if ctx.random is not None else nullcontext(),
             torch.autocast(x.device.type, dtype=dtype, enabled=enabled),
         ):
-            tensors = (x, grads[0]) if grad_of_x is None else (x, grads[0], grad_of_x)
-            for part, grad, *target in zip(*map(tiled.parts, tensors), strict=True):
+            targets = [] if grad_of_x is None else list(tiled.parts(grad_of_x))
+            parts = zip(*map(tiled.parts, (grads[0], x, *ctx.others)), strict=True)
+            for number, (grad, part, *others) in enumerate(parts):
                 with torch.enable_grad():
                     entry = part.detach().requires_grad_(needs_x)
-                    result = tiled.inner(entry)
+                    result = ctx.function(entry, *others)
                 leaves = [*([entry] if needs_x else []), *params]
                 found = torch.autograd.grad(result, leaves, grad, allow_unused=True)
-                if target:
-                    target[0].copy_(found[0])
-                _add(sums, found[len(target) :], dtype=tiled.dtype)
+                if needs_x:
+                    targets[number].copy_(found[0])
+                _add(sums, found[int(needs_x) :], dtype=tiled.dtype)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             # As autograd frees what it has saved; this node lives as long as the loss.
             ctx.random = None
         own = [None if total is None else total.to(param.dtype) for total, param in zip(sums, params, strict=True)]
-        return None, grad_of_x, *own
+        return None, None, None, grad_of_x, *own
 
 
 def _add(sums: list[Tensor | None], grads: Sequence[Tensor | None], *, dtype: torch.dtype) -> None:

@@ -14,6 +14,9 @@ _NUM_LAYERS = (2, 3)
 _LEAST_SEQ = 32768
 # So many tiles are traced quickly, and their kernels fill a device.
 _NUM_TILES, _LEAST_TOKENS = 8, 8192
+# Names of modules that make logits; the memory of a tile's logits in fp32, unless there were too many tiles to trace.
+_HEADS = ("lm_head", "head")
+_LOGIT_BYTES, _MOST_TILES = 2**30, 64
 
 
 def tiles_of(spec: ModelSpec, *, plan: Plan) -> dict[str, int]:
@@ -22,7 +25,19 @@ def tiles_of(spec: ModelSpec, *, plan: Plan) -> dict[str, int]:
         return {}
     tokens = max(-(-spec.seq // _NUM_TILES), _LEAST_TOKENS)
     layers = _layers(spec)
-    return {f"*.{name}": tokens for name in _NAMES if len(layers[name]) in _NUM_LAYERS}
+    modules = {f"*.{name}": tokens for name in _NAMES if len(layers[name]) in _NUM_LAYERS}
+    return modules | _head(spec, seq=spec.seq)
+
+
+def _head(spec: ModelSpec, *, seq: int) -> dict[str, int]:
+    """Return the tile of the head, and of the loss after it."""
+    for param in next(unit.params for unit in spec.units if unit.name == ROOT):
+        for path in (param.name, *param.aliases):
+            module, _, own = path.rpartition(".")
+            if own == "weight" and module.rpartition(".")[2] in _HEADS:
+                tokens = max(_LOGIT_BYTES // (4 * param.shape[0]), -(-seq // _MOST_TILES))
+                return {module: 1 << (tokens.bit_length() - 1)} if tokens < seq else {}
+    return {}
 
 
 def _layers(spec: ModelSpec) -> dict[str, set[str]]:

@@ -1,4 +1,4 @@
-"""Long sequences: `auto` computes MLPs in tiles where it would otherwise need host memory, or nothing would fit."""
+"""Long sequences: `auto` computes MLPs, the head and the loss in tiles where it would otherwise need host memory, or nothing would fit."""
 
 from dataclasses import replace
 
@@ -30,10 +30,17 @@ def test_where_nothing_else_fits_modules_compute_in_tiles() -> None:
     assert "*.feed_forward in tiles of 8,192 tokens" in chosen_text(found.plan, names=names)
 
 
-def spec_of(*names: str, seq: int | None = 65536) -> ModelSpec:
+def spec_of(*names: str, seq: int | None = 65536, root: tuple[TensorSpec, ...] = ()) -> ModelSpec:
     params = tuple(TensorSpec(name=f"blocks.0.{name}", shape=(8, 8), dtype="float32") for name in names)
-    units = (UnitSpec(name="(root)", class_name="Model"), UnitSpec(name="blocks.0", class_name="Block", params=params))
+    units = (
+        UnitSpec(name="(root)", class_name="Model", params=root),
+        UnitSpec(name="blocks.0", class_name="Block", params=params),
+    )
     return ModelSpec(name="model", units=units, call_order=("(root)", "blocks.0"), seq=seq)
+
+
+HEAD = TensorSpec(name="model.lm_head.weight", shape=(150_000, 64))
+TIED = TensorSpec(name="embed.weight", shape=(50_000, 64), aliases=("head.weight",))
 
 
 @pytest.mark.parametrize(
@@ -42,6 +49,10 @@ def spec_of(*names: str, seq: int | None = 65536) -> ModelSpec:
         (spec_of("attn.q.weight", "mlp.up.weight", "mlp.down.weight"), {"*.mlp": 8192}),
         (spec_of("mlp.up.weight", "mlp.down.weight", seq=524288), {"*.mlp": 65536}),
         (spec_of("mlp.gate.base.weight", "mlp.gate.lora.weight", "mlp.up.weight", "mlp.down.weight"), {"*.mlp": 8192}),
+        (spec_of("mlp.up.weight", "mlp.down.weight", root=(HEAD,)), {"*.mlp": 8192, "model.lm_head": 1024}),
+        (spec_of("attn.q.weight", root=(TIED,)), {"head": 4096}),
+        (spec_of("attn.q.weight", root=(HEAD,), seq=1048576), {"model.lm_head": 16384}),
+        (spec_of("attn.q.weight", root=(TensorSpec(name="head.weight", shape=(256, 64)),)), {}),
         # Experts, short samples, samples without a length.
         (spec_of("mlp.router.weight", *(f"mlp.experts{n}.weight" for n in range(4))), {}),
         (spec_of("mlp.up.weight", "mlp.down.weight", seq=8192), {}),
