@@ -94,7 +94,7 @@ def draw_plan(
     if random.random() < 0.1:
         plan["uncaptured"] = [random.choice(patterns)]
     if random.random() < 0.05:
-        plan["tile"] = {f"{random.choice(patterns)}.up": random.choice([1, 2])}
+        plan["tile"] = {random.choice([f"{random.choice(patterns)}.up", "head"]): random.choice([1, 2])}
     if "precision" in plan and random.random() < 0.5:
         plan["keep_fp32"] = [random.choice(["first", *patterns])]
     if plan.get("precision") == "fp8":

@@ -193,7 +193,7 @@ class OneProcess(World):
     def extend(self) -> None:
         if self.extended:
             return
-        before = list(self.model.last.parameters())
+        before = list(self.model.head.parameters())
         self.replace_head()
         for group in self.optimizer.param_groups:
             group["params"] = [one for one in group["params"] if all(one is not its for its in before)]

@@ -1,6 +1,6 @@
 """Small models, put together from parts that are awkward to shard. A description is a value; `make` builds its module.
 
-Inputs are (samples, TIME, WIDTH). A part is a unit of the model, `parts.N`; `first` and `last` belong to the root.
+Inputs are (samples, TIME, WIDTH). A part is a unit of the model, `parts.N`; `first` and `head` belong to the root.
 """
 
 from collections.abc import Callable
@@ -284,7 +284,7 @@ class Model(nn.Module):
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
         self.parts = nn.ModuleList(PARTS[part.kind]() for part in parts)
-        self.last = nn.Linear(WIDTH, 1)
+        self.head = nn.Linear(WIDTH, 1)
         self.described = parts
         for part, module in zip(parts, self.parts, strict=True):
             if part.tied:
@@ -300,7 +300,7 @@ class Model(nn.Module):
             x = module(x)
             if part.uses == "twice":
                 x = module(x)
-        return self.last(x)
+        return self.head(x)
 
     def loss_of(self, batch: Batch) -> Tensor:
         """A method that can stand for the forward (shardwise.forward_method)."""

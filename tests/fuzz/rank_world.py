@@ -153,12 +153,12 @@ class Rank(World):
     def extend(self) -> None:
         if self.extended:
             return
-        before = self.model.last
+        before = self.model.head
         self.replace_head()
         try:
             shardwise.extend(self.model)
         except shardwise.ShardwiseError:
-            self.extended, self.model.last = False, before
+            self.extended, self.model.head = False, before
             raise
         self.add_head()
         self.steps = {}

@@ -38,7 +38,7 @@ class World:
         return make(self.case.parts, seed=seed).to(self.device, self.dtype)
 
     def make_optimizer(self, model: Model) -> torch.optim.Optimizer:
-        head = list(model.last.parameters()) if self.extended else []
+        head = list(model.head.parameters()) if self.extended else []
         # Models that share parameters name them once.
         others = [one for one in model.parameters() if all(one is not its for its in head)]
         groups = [{"params": others}, *([{"params": head}] if head else [])]
@@ -90,10 +90,10 @@ class World:
         """Give the model another last layer."""
         self.extended = True
         torch.manual_seed(self.case.seed + 2)
-        self.model.last = nn.Linear(WIDTH, 1).to(self.device, self.dtype)
+        self.model.head = nn.Linear(WIDTH, 1).to(self.device, self.dtype)
 
     def add_head(self) -> None:
-        self.optimizer.add_param_group({"params": list(self.model.last.parameters())})
+        self.optimizer.add_param_group({"params": list(self.model.head.parameters())})
 
 
 def scaled(state: dict[str, Any]) -> dict[str, Any]:

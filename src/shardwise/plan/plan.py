@@ -94,7 +94,7 @@ class Plan:
     tile: Mapping[str, int] = key(
         Patterns(),
         "modules (`*.mlp`) that act on each token by itself, computed in tiles of so many tokens, and again in "
-        "backward: long sequences in less memory. A later pattern wins",
+        "backward: long sequences in less memory; with the head (`lm_head`) also the loss. A later pattern wins",
         form=pattern_table(whole(least=1), of="module"),
     )
     offload_activations: bool | tuple[str, ...] = key(

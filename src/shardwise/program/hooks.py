@@ -183,12 +183,12 @@ class StepHooks(Generic[UnitT]):
         """
         calls: list[tuple[UnitT, int]] = []
         announced = tensor.__dict__.setdefault("_shardwise_announces", {})
-        node, known = announced.get(id(self), (None, calls))
+        node, known = announced.get(self, (None, calls))
         if node is tensor.grad_fn and known:
             calls = known
         else:
             # A tensor that was written into since has another gradient, and needs another hook.
-            announced[id(self)] = (tensor.grad_fn, calls)
+            announced[self] = (tensor.grad_fn, calls)
             tensor.register_hook(partial(_before_backward, self, calls))  # type: ignore[no-untyped-call]
         call = (unit, self._calls[unit])
         if call not in calls:
@@ -247,6 +247,15 @@ class StepHooks(Generic[UnitT]):
             self.listener.grads_ready(grads.unit)
 
 
+def announce_also(result: Tensor, *, output: Tensor) -> None:
+    """Announce the model's backward by `result` as well, which is computed outside of it from an output and parameters.
+
+    Their gradients arrive before that of the output.
+    """
+    for hooks, (_, calls) in output.__dict__.get("_shardwise_announces", {}).items():
+        result.register_hook(partial(_before_backward_of_root, hooks, calls))  # type: ignore[no-untyped-call]
+
+
 def recomputing() -> bool:
     """Return whether this thread runs a backward: then a forward is a recomputation."""
     return torch._C._current_graph_task_id() != -1
@@ -290,6 +299,12 @@ def _after_forward(
             hooks.announce(value, unit)
             backward = ANNOUNCED if backward is NONE else backward
     hooks.listener.after_forward(unit, backward=backward)
+
+
+def _before_backward_of_root(hooks: StepHooks[UnitT], calls: list[tuple[UnitT, int]], grad: Tensor) -> None:
+    own = [call for call in calls if call[0] is hooks._root]
+    if own:
+        _before_backward(hooks, own, grad)
 
 
 def _before_backward(hooks: StepHooks[UnitT], calls: list[tuple[UnitT, int]], grad: Tensor) -> None:

@@ -24,6 +24,7 @@ from shardwise.engine.activations.selective import keeping_no_products
 from shardwise.engine.activations.tiled_logits import TiledLogits
 from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.plan.patterns import Patterns, unmatched
+from shardwise.vocabulary.heads import HEADS
 
 TokenFunction = Callable[..., Tensor]
 """Of one tensor (…, tokens, features) or several, to a tensor of the same tokens."""
@@ -37,18 +38,20 @@ def tile_modules(
     model: nn.Module,
     *,
     tile: Mapping[str, int],
+    units: Iterable[str] = (),
     dtype: torch.dtype = torch.float32,
     verifies: bool = True,
 ) -> list[Callable[[], None]]:
     """Let the modules that `tile` matches compute in tiles of so many tokens; return the functions that undo it.
 
+    units      names of the units; a head in one of them is freed when the loss is computed, so it returns all logits
     dtype      in which gradients are added up
     verifies   refuse a module that mixes tokens; fake tensors cannot tell
     """
     undo = []
     for name, tokens in _tiled_names(model, tile=tile):
         module = model.get_submodule(name)
-        kind = TiledHead if _is_head(module, name=name) else TiledModule
+        kind = TiledHead if _is_head(module, name=name) and not _is_in_unit(name, units=units) else TiledModule
         tiled = kind(module, name=name, tokens=tokens, dtype=dtype, verifies=verifies)
         # Compiled code would have to contain the loop over the tiles.
         undo.append(replace_forward(module, _disable_dynamo(functools.wraps(module.forward)(tiled))))
@@ -74,8 +77,12 @@ def _tiled_names(model: nn.Module, *, tile: Mapping[str, int]) -> list[tuple[str
 
 
 def _is_head(module: nn.Module, *, name: str) -> bool:
-    """Return whether a module makes logits: a linear layer outside of the blocks, which are numbered."""
-    return isinstance(module, nn.Linear) and not any(part.isdigit() for part in name.split("."))
+    return isinstance(module, nn.Linear) and name.rpartition(".")[2] in HEADS
+
+
+def _is_in_unit(name: str, *, units: Iterable[str]) -> bool:
+    """Return whether a module is a unit or a part of one, other than the model itself."""
+    return any(f"{name}.".startswith(f"{unit}.") for unit in units)
 
 
 class TiledModule:

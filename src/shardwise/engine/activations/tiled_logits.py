@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import register_pytree_node, tree_map_only
 
+from shardwise.program.hooks import announce_also
+
 
 class Head(Protocol):
     """A head that computes in tiles (tiled.py)."""
@@ -68,8 +70,15 @@ class TiledLogits:
     def tensor(self) -> Tensor:
         """Return all logits."""
         if self._all is None:
-            self._all = self.head.computed(self.x, self.of).view(self.shape)
+            self._all = self.computed(self.of).view(self.shape)
         return self._all
+
+    def computed(self, function: Callable[..., Tensor], *others: Tensor) -> Tensor:
+        """Return a function of the head's input, tile by tile."""
+        found = self.head.computed(self.x, function, *others)
+        if found.requires_grad:
+            announce_also(found, output=self.x)
+        return found
 
     # The way to the loss
 
@@ -145,7 +154,7 @@ def _cross_entropy(
         return found.view(wanted.shape)
 
     classes = targets.view(*logits.x.shape[:-1], 1)
-    total: Tensor = logits.head.computed(logits.x, losses, classes).sum()
+    total: Tensor = logits.computed(losses, classes).sum()
     return total if reduction == "sum" else total / (targets != ignore_index).sum()
 
 

@@ -24,7 +24,7 @@ def wrap_units(
     undo: list[Callable[[], None]] = []
     dtype = torch_dtype(PRECISIONS[plan.reduce_dtype])
     # Innermost, because they are parts of units.
-    undo += tile_modules(model, tile=plan.tile, dtype=dtype)
+    undo += tile_modules(model, tile=plan.tile, units=units, dtype=dtype)
     # Inside of recomputation: a recomputation runs the compiled code again.
     undo += compile_units({name: unit.module for name, unit in units.items()}, plan=plan)
     offload = ActivationOffload(model, device=device) if plan.offload_activations else None

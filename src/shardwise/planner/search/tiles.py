@@ -5,6 +5,7 @@ from collections import defaultdict
 from shardwise.plan import Plan
 from shardwise.plan.limits import LIMITS
 from shardwise.spec import ROOT, ModelSpec
+from shardwise.vocabulary.heads import HEADS
 
 # Names of modules that act on each token by itself, in the models of this package and of others.
 _NAMES = ("feed_forward", "mlp", "ffn")
@@ -14,8 +15,7 @@ _NUM_LAYERS = (2, 3)
 _LEAST_SEQ = 32768
 # So many tiles are traced quickly, and their kernels fill a device.
 _NUM_TILES, _LEAST_TOKENS = 8, 8192
-# Names of modules that make logits; the memory of a tile's logits in fp32, unless there were too many tiles to trace.
-_HEADS = ("lm_head", "head")
+# The memory of a tile's logits in fp32, unless there were too many tiles to trace.
 _LOGIT_BYTES, _MOST_TILES = 2**30, 64
 
 
@@ -34,7 +34,7 @@ def _head(spec: ModelSpec, *, seq: int) -> dict[str, int]:
     for param in next(unit.params for unit in spec.units if unit.name == ROOT):
         for path in (param.name, *param.aliases):
             module, _, own = path.rpartition(".")
-            if own == "weight" and module.rpartition(".")[2] in _HEADS:
+            if own == "weight" and module.rpartition(".")[2] in HEADS:
                 tokens = max(_LOGIT_BYTES // (4 * param.shape[0]), -(-seq // _MOST_TILES))
                 return {module: 1 << (tokens.bit_length() - 1)} if tokens < seq else {}
     return {}
