@@ -5,7 +5,8 @@ of its memory. Each way runs in a process of its own (`--together`: all ways of 
 ways of a case alternate (`--rounds`). A step's time is that from its end to the next one's on the device, which is not
 waited for in between: updates overlap the next forward, as in training. Writes
 benchmarks/results/host_memory_h200.json after every case; rows of other cases are kept. `--predict` adds what the
-planner says to all of its rows, without a GPU.
+planner says to all of its rows, without a GPU. `--choose` only has the planner choose its plans, which a later run then
+takes.
 
     auto                the plan that the planner chooses for the limit
     auto backward       the same, with updates inside backward
@@ -43,28 +44,52 @@ from shardwise.planner.search.auto import AutoRequest, solve_plan
 from shardwise.planner.search.candidates import Candidate, cost
 from shardwise.sources import Source
 from shardwise.spec import ROOT
+from shardwise.spec.adaptation import Adaptation
 from shardwise.tasks import Task, load_task
+from shardwise.trace.adapted import adapt
 from shardwise.units import unit_modules
 
-WARM_UP = 2
 # Of 125 GiB.
 HOST_BYTES = 110 * 2**30
+PLANS = Path(__file__).parent / ".host_memory_plans.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """`limit_gib`: device memory that may be used; `share`: the part of what ddp needs. None: all of it."""
+    """`limit_gib`: device memory that may be used; `share`: the part of what ddp needs. None: all of it.
+
+    `lora`: the rank of adapters on all linear layers of the blocks; None: full fine-tuning.
+    """
 
     model: str
     batch: int = 1
     seq: int = 4096
     limit_gib: float | None = None
     share: float | None = None
+    warm_up: int = 2
     num_steps: int = 4
+    lora: int | None = None
     ways: tuple[str, ...] = ("auto",)
+
+    @property
+    def adaptation(self) -> Adaptation | None:
+        return None if self.lora is None else Adaptation(rank=self.lora)
+
+    @property
+    def source(self) -> Source:
+        return Source(self.model, seq=self.seq, adaptation=self.adaptation)
+
+    def task(self) -> Task:
+        """Return the task, with the model on the meta device."""
+        task = load_task(self.model, seq=self.seq, device="meta")
+        if self.adaptation is not None:
+            adapt(task.model, self.adaptation, name=self.model)
+        return task
 
 
 _GRID = tuple(f"host {share}{more}" for share in (0, 25, 50, 100) for more in ("", " activations"))
+# A step takes a minute or two.
+_LONG: dict[str, Any] = {"warm_up": 0, "num_steps": 2}
 _BUDGETS = ("auto", "host 0", "host 100 activations")
 CASES = {
     "Qwen3-4B in 24 GiB": Case(
@@ -73,8 +98,9 @@ CASES = {
     "Qwen3-4B in 40 GiB": Case(model="qwen3-4b", limit_gib=40, ways=("auto", "auto backward", "deepspeed 0.6")),
     "Llama-8B in 80 GiB": Case(model="llama-3.1-8b", limit_gib=80, ways=("auto", "auto backward")),
     "Qwen3-14B": Case(model="qwen3-14b", num_steps=3, ways=("auto backward",)),
-    "SmolLM2-135M, 524,288 tokens": Case(model="smollm2-135m", seq=524288, num_steps=2, ways=("host 0 activations",)),
-    "Qwen3-0.6B, 262,144 tokens": Case(model="qwen3-0.6b", seq=262144, num_steps=2, ways=("host 0 activations",)),
+    "SmolLM2-135M, 524,288 tokens": Case(model="smollm2-135m", seq=524288, **_LONG),
+    "Qwen3-0.6B, 262,144 tokens": Case(model="qwen3-0.6b", seq=262144, **_LONG),
+    "Llama-8B with LoRA, 131,072 tokens": Case(model="llama-3.1-8b", seq=131072, lora=16, **_LONG),
     "Llama-1B grid": Case(model="llama-3.2-1b", ways=_GRID),
     "Qwen3-1.7B grid": Case(model="qwen3-1.7b", ways=_GRID),
     **{
@@ -88,12 +114,15 @@ CASES = {
 
 def plan_of(case: Case, way: str) -> Plan:
     """Return the plan of one of our ways."""
+    stored = stored_plans().get(f"{name_of(case)}, {way}")
+    if stored is not None:
+        return Plan.from_dict(stored)
     if way.startswith("auto"):
         return chosen_plan(case, update="backward" if way == "auto backward" else "step")
     if way == "all on host":
         return Plan(strategy="fsdp", precision="bf16", capture="off", offload_states=True, offload_activations=True)
     kind, share, *more = way.split()
-    units = [name for name in unit_modules(load_task(case.model, seq=case.seq, device="meta").model) if name != ROOT]
+    units = [name for name in unit_modules(case.task().model) if name != ROOT]
     # The last ones: their updates have the longest time until they are gathered.
     num_on_host = round(int(share) / 100 * len(units))
     return Plan(
@@ -105,6 +134,27 @@ def plan_of(case: Case, way: str) -> Plan:
         offload_activations=bool(more),
         offload_update="host" if kind == "cpu" else "device",
     )
+
+
+def name_of(case: Case) -> str:
+    return next(name for name, one in CASES.items() if one == case)
+
+
+@cache
+def stored_plans() -> dict[str, Any]:
+    """Return the plans that `--choose` has found, by case and way."""
+    return dict(json.loads(PLANS.read_text())) if PLANS.exists() else {}
+
+
+def choose(names: list[str], *, ways: list[str]) -> None:
+    """Have the planner choose, and keep its plans for a machine whose time is short. Needs no GPU."""
+    for name in names:
+        for way in ways or CASES[name].ways:
+            if way.startswith("auto"):
+                plan = chosen_plan(CASES[name], update="backward" if way == "auto backward" else "step")
+                known = json.loads(PLANS.read_text()) if PLANS.exists() else {}
+                PLANS.write_text(json.dumps(known | {f"{name}, {way}": plan.to_dict()}))
+                print(f"{name}, {way}: {plan}", flush=True)
 
 
 @cache
@@ -125,13 +175,13 @@ def chosen_plan(case: Case, *, update: str) -> Plan:
         optimizer="adamw-fused",
         budget_bytes=limit_bytes(case),
     )
-    return solve_plan(Source(case.model, seq=case.seq).spec_for, request=request).candidate.plan
+    return solve_plan(case.source.spec_for, request=request).candidate.plan
 
 
 def step_of(case: Case, way: str, *, device: str) -> tuple[Callable[[], Tensor], Any, Any]:
     """Set up one way; return its step, and the prepared model and optimizer if they are ours."""
     torch.manual_seed(0)
-    task = load_task(case.model, seq=case.seq, device="meta")
+    task = case.task()
     batch = tuple(torch.randint(200, one.shape, device=device) for one in task.make_batch(case.batch))
     model, ours = task.model.train(), _is_ours(way)
     if way.startswith("deepspeed"):
@@ -229,8 +279,7 @@ def predicted(case: Case, plan: Plan) -> dict[str, Any]:
 
 
 def _cost(case: Case, plan: Plan) -> Candidate:
-    spec = Source(case.model, seq=case.seq).spec_for(plan)
-    return cost(spec, plan=plan, cluster=cluster_of("1xh200"), optimizer="adamw-fused")
+    return cost(case.source.spec_for(plan), plan=plan, cluster=cluster_of("1xh200"), optimizer="adamw-fused")
 
 
 def predict(path: Path) -> None:
@@ -262,8 +311,8 @@ def measure(case: Case, way: str, *, device: str) -> dict[str, Any]:
         step, model, optimizer = step_of(case, way, device=device)
         prepared_seconds = time.perf_counter() - began
         losses, ends = [], [_now(device)]
-        for number in range(WARM_UP + case.num_steps):
-            if number == WARM_UP and device == "cuda":
+        for number in range(case.warm_up + case.num_steps):
+            if number == case.warm_up and device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             losses.append(step())
             ends.append(_now(device))
@@ -271,7 +320,7 @@ def measure(case: Case, way: str, *, device: str) -> dict[str, Any]:
         seconds = [_between(*pair) for pair in pairwise(ends)]
         row: dict[str, Any] = {
             "prepared_seconds": prepared_seconds,
-            "step_seconds": statistics.median(seconds[WARM_UP:]),
+            "step_seconds": statistics.median(seconds[case.warm_up :]),
             "all_seconds": seconds,
             "losses": [loss.item() for loss in losses],
             **(measuring.peaks() if device == "cuda" else {}),
@@ -310,7 +359,15 @@ def here(name: str) -> None:
 
 def main() -> None:
     given = measuring.options(
-        __doc__, cases=list(CASES)[:4], ways=[], rounds=1, together=False, predict=False, here="", out=None
+        __doc__,
+        cases=list(CASES)[:4],
+        ways=[],
+        rounds=1,
+        together=False,
+        predict=False,
+        choose=False,
+        here="",
+        out=None,
     )
     if given.here:
         here(given.here)
@@ -318,6 +375,9 @@ def main() -> None:
     out = given.out or measuring.RESULTS / "host_memory_h200.json"
     if given.predict:
         predict(out)
+        return
+    if given.choose:
+        choose(given.cases, ways=given.ways)
         return
     ways = {case: given.ways or CASES[case].ways for case in given.cases}
     names = [
@@ -332,8 +392,9 @@ def main() -> None:
             key = (row["case"], row["way"])
             again = found.setdefault(key, row)
             if again is not row:
-                again["measured"]["all_seconds"] += row["measured"]["all_seconds"][WARM_UP:]
-                again["measured"]["step_seconds"] = statistics.median(again["measured"]["all_seconds"][WARM_UP:])
+                warm_up = CASES[row["case"]].warm_up
+                again["measured"]["all_seconds"] += row["measured"]["all_seconds"][warm_up:]
+                again["measured"]["step_seconds"] = statistics.median(again["measured"]["all_seconds"][warm_up:])
             measuring.show(f"{row['case']}, {row['way']}", {**row["measured"], "losses": None, "all_seconds": None})
             measuring.replace_rows(out, [again], key=lambda one: (one["case"], one["way"]))
 

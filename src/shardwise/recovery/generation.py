@@ -225,7 +225,8 @@ def with_total(piece: StoredPiece, *, memory: Tensor) -> StoredPiece:
     if piece.begin is None or not piece.num_bytes:
         return piece
     words = memory[piece.begin : piece.begin + _padded(piece.num_bytes)].view(torch.int64)
-    return replace(piece, total=int(words.sum().item()))
+    # torch would add up on all cores, which training may need, and have each wait for the slowest.
+    return replace(piece, total=int(words.numpy().sum()))
 
 
 def check_totals(record: Record, *, memory: Tensor) -> None:
