@@ -252,6 +252,20 @@ class Plan:
         """Whether whole steps may be CUDA graphs, on a device that has them."""
         return self.capture in ("auto", "on")
 
+    @property
+    def may_capture_units(self) -> bool:
+        """Whether units may be CUDA graphs, on a device that has them.
+
+        Not where copies of activations run between their kernels, or where updates inside backward read gradients, which
+        may lie in the memory of graphs, while the next graph runs.
+        """
+        return self.capture != "off" and not self.offload_activations and not self.updates_in_backward
+
+    @property
+    def captures_units(self) -> bool:
+        """Whether units are CUDA graphs."""
+        return self.capture == "units" and self.may_capture_units
+
     def _capture_hindrance(self) -> str:
         settings = {
             "dynamic = true": self.dynamic,
@@ -323,7 +337,7 @@ class Plan:
 
     def may_capture(self, unit_name: str) -> bool:
         """Return whether a unit may be a CUDA graph."""
-        return self.capture != "off" and not any(fnmatchcase(unit_name, pattern) for pattern in self.uncaptured)
+        return self.may_capture_units and not any(fnmatchcase(unit_name, pattern) for pattern in self.uncaptured)
 
     def keeps_fp32(self, path: str) -> bool:
         """Return whether the parameter or module at a path lies in a module that `keep_fp32` names."""

@@ -88,7 +88,7 @@ class Job:
         return self._ledger(self.first_rows) if self.in_order else self.ledger
 
     def _ledger(self, rows: Iterable[MemoryRow]) -> Ledger:
-        leaves_at_once, graphs = self.engine.grads_leave_at_once, self.plan.capture == "units"
+        leaves_at_once, graphs = self.engine.grads_leave_at_once, self.plan.captures_units
         ledger = Ledger(
             seq=self.spec.seq,
             grads_leave_at_once=leaves_at_once,

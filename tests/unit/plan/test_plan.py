@@ -173,3 +173,20 @@ def test_what_lies_in_a_module_that_is_kept_in_fp32_is_kept() -> None:
     kept = ["head", "head.weight", "head.mlp.weight", "blocks.0.norm1", "blocks.0.norm1.weight"]
     assert all(plan.keeps_fp32(path) for path in kept)
     assert not any(plan.keeps_fp32(path) for path in ["headless.weight", "blocks.0.norm.weight", "blocks.0", ""])
+
+
+@pytest.mark.parametrize(
+    ("settings", "blocks"),
+    [
+        ({}, "01"),
+        ({"capture": "off"}, ""),
+        ({"uncaptured": ["blocks.0"]}, "1"),
+        ({"offload_states": True}, "01"),
+        ({"offload_activations": ["blocks.0"]}, ""),
+        ({"update": "backward"}, ""),
+    ],
+)
+def test_units_are_graphs_where_nothing_runs_between_their_kernels(settings: dict[str, object], blocks: str) -> None:
+    plan = Plan(**{"strategy": "fsdp", "capture": "units", **settings})  # type: ignore[arg-type]
+    assert "".join(number for number in "01" if plan.may_capture(f"blocks.{number}")) == blocks
+    assert plan.captures_units == bool(blocks)

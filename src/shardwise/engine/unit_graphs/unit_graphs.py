@@ -332,10 +332,7 @@ class UnitGraphs:
 def unit_graphs_of(core: Core, *, optimizers: Iterable[Optimizer]) -> UnitGraphs | None:
     """Return the graphs of a model's units; None if its plan, its device or its environment does without."""
     plan, device = core.plan, core.setting.device
-    if device.type != "cuda" or plan.capture == "off" or capture_is_off():
-        return None
-    # Updates inside backward still read gradients when the next graph runs, which may lie in the memory of graphs.
-    if plan.offload_activations or plan.updates_in_backward or why_no_pool():
+    if device.type != "cuda" or not plan.may_capture_units or capture_is_off() or why_no_pool():
         return None
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     tell = (lambda line: warnings.warn(line, stacklevel=2)) if is_first else lambda line: None

@@ -75,7 +75,7 @@ def _run(job: Job, *, batch: int, limit_bytes: int | None = None, made_on_device
         run.allocate(size, "first" if job.plan.captures else "")
     run.free_all(made)
     entries = job.ledger.entries
-    if job.plan.capture == "units":
+    if job.plan.captures_units:
         # Before graphs are recorded, the state is moved and unused memory given back.
         run.allocate_moments(job)
         for _ in ("forward", "backward"):

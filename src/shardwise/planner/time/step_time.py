@@ -174,7 +174,7 @@ def _works(prepared: _Prepared, *, batch: int) -> list[WorkSeconds]:
     pieces, job = prepared.pieces.works(batch), prepared.job
     if job.plan.captures:
         pieces = [WorkSeconds(0.0, kernel, kernel) for _, kernel, _ in pieces]
-    elif job.plan.capture == "units":
+    elif job.plan.captures_units:
         keys = [(trigger, unit) for (trigger, unit, _), stream in job.streams if stream.ops]
         launch = UNIT_GRAPH_SECONDS * host_factor(prepared.cluster.device)
         pieces = [
