@@ -256,8 +256,8 @@ class Plan:
     def may_capture_units(self) -> bool:
         """Whether units may be CUDA graphs, on a device that has them.
 
-        Not where copies of activations run between their kernels, or where updates inside backward read gradients, which
-        may lie in the memory of graphs, while the next graph runs.
+        Not where copies of activations run between their kernels, or where updates inside backward read gradients, that
+        may lie in the memory of graphs, while the next one runs.
         """
         return self.capture != "off" and not self.offload_activations and not self.updates_in_backward
 
