@@ -30,6 +30,7 @@ from shardwise.spec.kept import keep_spec, kept_spec, spec_key
 from shardwise.spec.losses import LEAN, USUAL, with_loss
 from shardwise.spec.shipped import ready_spec
 from shardwise.spec.step import COMPILED, FP8_WAYS
+from shardwise.vocabulary.collection import without_collection
 
 if TYPE_CHECKING:
     from shardwise.tasks import Task
@@ -255,14 +256,11 @@ def _nothing_collected() -> Iterator[None]:
     The objects of torch's import stay alive, and collecting among them again and again takes a second. Tensors of a
     trace must also be freed with their last reference, not at the time of a collection.
     """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        if was_enabled:
-            gc.enable()
+    with without_collection():
+        try:
+            yield
+        finally:
+            gc.freeze()
 
 
 def states_only(reference: str) -> ModelSpec:

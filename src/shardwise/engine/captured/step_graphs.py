@@ -30,16 +30,10 @@ from shardwise.engine.captured.step_memory import StepMemory
 from shardwise.engine.core.step_events import announce, heard_by
 from shardwise.engine.engine import Engine
 from shardwise.engine.graphs.graph_fills import fill_by_kernels
-from shardwise.engine.graphs.reads import (
-    NotCaptured,
-    Read,
-    assuming_reads,
-    hidden_capture,
-    in_one_line,
-    without_collection,
-)
+from shardwise.engine.graphs.reads import NotCaptured, Read, assuming_reads, hidden_capture, in_one_line
 from shardwise.engine.graphs.step_pool import Block
 from shardwise.engine.out_of_memory.undo import WrittenTensors
+from shardwise.vocabulary.collection import without_collection
 
 # The flag on the host before the device has written it.
 _NOT_YET = -1
@@ -117,6 +111,7 @@ class StepRecorder:
                 torch.compiler.set_stance("fail_on_recompile"),
                 without_random_numbers(),
                 hidden_capture(),
+                # A cycle may hold a pool of memory, which cannot be freed during a capture.
                 without_collection(),
                 assuming_reads(reads, device_type="cuda", compare=recorded.compare),
             ):

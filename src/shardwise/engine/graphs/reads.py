@@ -9,7 +9,6 @@ compiled code refuses it, and in backward it changes how gradients add up. Compi
 reads a value: the read itself is Python's, and is intercepted.
 """
 
-import gc
 import linecache
 import sys
 import threading
@@ -176,18 +175,6 @@ def _allowed_to_wait(device_type: str) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode(mode)
-
-
-@contextmanager
-def without_collection() -> Iterator[None]:
-    """Leave cycles of references alone: what they hold may be a pool of memory, which cannot be freed in a capture."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @contextmanager

@@ -10,10 +10,11 @@ from torch import Tensor
 from shardwise.engine.activations.recompute import without_random_numbers
 from shardwise.engine.graphs.graph_fills import fill_by_kernels
 from shardwise.engine.graphs.python_state import generators
-from shardwise.engine.graphs.reads import NotCaptured, assuming_reads, hidden_capture, in_one_line, without_collection
+from shardwise.engine.graphs.reads import NotCaptured, assuming_reads, hidden_capture, in_one_line
 from shardwise.engine.graphs.step_device import StepDevice
 from shardwise.engine.graphs.step_pool import StepPool
 from shardwise.engine.unit_graphs.static_place import StaticPlace, uninitialised
+from shardwise.vocabulary.collection import without_collection
 
 Result = TypeVar("Result")
 
@@ -127,6 +128,7 @@ class CudaGraphs:
                 torch.cuda.stream(stream),
                 without_random_numbers(),
                 hidden_capture(),
+                # A cycle may hold a pool of memory, which cannot be freed during a capture.
                 without_collection(),
                 torch.compiler.set_stance("fail_on_recompile"),
                 assuming_reads((), device_type="cuda", compare=_refuse),

@@ -1,11 +1,9 @@
 """The planner page as one HTML file, which needs no server and no network."""
 
-import gc
 import multiprocessing
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +18,7 @@ from shardwise.report.planner_page.device_tables import hardware_data, offered_d
 from shardwise.report.planner_page.model_laws import PAGE_PLAN, model_data
 from shardwise.sources import Source
 from shardwise.spec.shipped import ready_spec
+from shardwise.vocabulary.collection import without_collection
 
 MODEL_SCRIPTS = ("memory.js", "ledger.js", "allocator.js", "kernels.js", "queues.js", "search.js")
 """The scripts that compute; they need no document."""
@@ -39,7 +38,8 @@ _LONGEST = 131_072
 
 
 def catalogue_model(name: str) -> dict[str, Any]:
-    with _collector_paused():
+    # Collecting among all jobs that the planner keeps takes a third of the time.
+    with without_collection():
         return model_data(Source(name).spec_for, name=name, longest=longest_sample(name))
 
 
@@ -50,18 +50,6 @@ def catalogue_models(names: Sequence[str]) -> list[dict[str, Any]]:
         return [catalogue_model(name) for name in names]
     with ProcessPoolExecutor(min(num_workers, len(names)), mp_context=multiprocessing.get_context("spawn")) as pool:
         return list(pool.map(catalogue_model, names))
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Pause the garbage collector: traversing all jobs that the planner keeps takes a third of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def longest_sample(name: str) -> int | None:
