@@ -1,9 +1,11 @@
 """A page in headless Chromium, driven over its debugging pipe: what it shows, logs and asks the network for.
 
 `--remote-debugging-pipe` speaks JSON with a zero byte after each message, on file descriptors 3 and 4. So nothing but
-the standard library is needed, and no port.
+the standard library is needed, and no port. One Chromium serves all pages of a test run, since its start takes about a
+second of CPU time; each page has a browser context of its own, so that nothing of an earlier one is left in it.
 """
 
+import atexit
 import base64
 import fcntl
 import json
@@ -27,21 +29,85 @@ _LIMIT_SECONDS = 60.0
 _HEIGHT = 900
 
 
+class Chromium:
+    """A process of Chromium, and the messages to and from it."""
+
+    def __init__(self) -> None:
+        assert CHROMIUM is not None
+        self._profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        asked, self._sink = _pipe()
+        self._source, answered = _pipe()
+        self._process = os.posix_spawn(
+            CHROMIUM,
+            [CHROMIUM, *_options(self._profile.name)],
+            {**os.environ, "HOME": self._profile.name},
+            file_actions=[
+                *((os.POSIX_SPAWN_OPEN, stream, os.devnull, os.O_RDWR, 0) for stream in (0, 1, 2)),
+                (os.POSIX_SPAWN_DUP2, asked, 3),
+                (os.POSIX_SPAWN_DUP2, answered, 4),
+            ],
+            setsid=True,
+        )
+        os.close(asked)
+        os.close(answered)
+        self._unread = b""
+
+    def send(self, message: dict[str, Any]) -> None:
+        data = json.dumps(message).encode() + b"\0"
+        while data:
+            data = data[os.write(self._sink, data) :]
+
+    def read(self) -> dict[str, Any]:
+        until = time.monotonic() + _LIMIT_SECONDS
+        while b"\0" not in self._unread:
+            if not select.select([self._source], [], [], max(0.0, until - time.monotonic()))[0]:
+                raise TimeoutError(f"chromium said nothing for {_LIMIT_SECONDS:.0f} s")
+            data = os.read(self._source, 1 << 16)
+            if not data:
+                raise RuntimeError("chromium is gone")
+            self._unread += data
+        message, _, self._unread = self._unread.partition(b"\0")
+        return json.loads(message)
+
+    def end(self) -> None:
+        os.close(self._sink)
+        os.close(self._source)
+        # It is the leader of its own group: with it go the processes that it started.
+        with suppress(ProcessLookupError):
+            os.killpg(self._process, signal.SIGKILL)
+        os.waitpid(self._process, 0)
+        self._profile.cleanup()
+
+
+# By the process that started it: not that of a process which this one forks.
+_running: dict[int, Chromium] = {}
+
+
+def _end() -> None:
+    running = _running.pop(os.getpid(), None)
+    if running is not None:
+        running.end()
+
+
+atexit.register(_end)
+
+
 class Page:
     """One open page. `errors`: of its scripts, its console and its content policy; `requests`: but for itself."""
 
-    def __init__(self, sink: int, source: int) -> None:
-        self._sink, self._source = sink, source
-        self._unread = b""
+    def __init__(self, chromium: Chromium) -> None:
+        self._chromium = chromium
         self._number = 0
         self._session: str | None = None
+        self._context = ""
         self._loaded = False
         self.url = ""
         self.errors: list[str] = []
         self.requests: list[str] = []
 
     def open(self, url: str, *, width: int, dark: bool) -> None:
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._context = self.call("Target.createBrowserContext")["browserContextId"]
+        target = self.call("Target.createTarget", url="about:blank", browserContextId=self._context)["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
@@ -49,7 +115,11 @@ class Page:
         self.url, self._loaded = url, False
         self.call("Page.navigate", url=url)
         while not self._loaded:
-            self._take(self._read())
+            self._take(self._chromium.read())
+
+    def close(self) -> None:
+        self._session = None
+        self.call("Target.disposeBrowserContext", browserContextId=self._context)
 
     def look(self, *, width: int, dark: bool = False) -> None:
         """Change the width of the screen, and the scheme that the reader prefers."""
@@ -89,31 +159,19 @@ class Page:
         message = {"id": self._number, "method": method, "params": parameters}
         if self._session is not None:
             message["sessionId"] = self._session
-        data = json.dumps(message).encode() + b"\0"
-        while data:
-            data = data[os.write(self._sink, data) :]
+        self._chromium.send(message)
         while True:
-            answer = self._read()
+            answer = self._chromium.read()
             if answer.get("id") == self._number:
                 if "error" in answer:
                     raise RuntimeError(f"{method}: {answer['error']['message']}")
                 return answer["result"]
             self._take(answer)
 
-    def _read(self) -> dict[str, Any]:
-        until = time.monotonic() + _LIMIT_SECONDS
-        while b"\0" not in self._unread:
-            if not select.select([self._source], [], [], max(0.0, until - time.monotonic()))[0]:
-                raise TimeoutError(f"chromium said nothing for {_LIMIT_SECONDS:.0f} s")
-            data = os.read(self._source, 1 << 16)
-            if not data:
-                raise RuntimeError("chromium is gone")
-            self._unread += data
-        message, _, self._unread = self._unread.partition(b"\0")
-        return json.loads(message)
-
     def _take(self, message: dict[str, Any]) -> None:
-        """An event."""
+        """An event; those of a page before it, which come late, are not its own."""
+        if message.get("sessionId") != self._session:
+            return
         parameters = message.get("params", {})
         match message.get("method"):
             case "Page.loadEventFired":
@@ -130,36 +188,19 @@ class Page:
 
 @contextmanager
 def page(path: str | Path, *, width: int = 1400, dark: bool = False) -> Iterator[Page]:
-    """A file, or what a server on this machine gives, opened in a Chromium of its own that ends with the block."""
-    assert CHROMIUM is not None
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        asked, sink = _pipe()
-        source, answered = _pipe()
-        process = os.posix_spawn(
-            CHROMIUM,
-            [CHROMIUM, *_options(profile)],
-            {**os.environ, "HOME": profile},
-            file_actions=[
-                *((os.POSIX_SPAWN_OPEN, stream, os.devnull, os.O_RDWR, 0) for stream in (0, 1, 2)),
-                (os.POSIX_SPAWN_DUP2, asked, 3),
-                (os.POSIX_SPAWN_DUP2, answered, 4),
-            ],
-            setsid=True,
-        )
-        os.close(asked)
-        os.close(answered)
-        try:
-            opened = Page(sink, source)
-            url = str(path) if str(path).startswith("http://") else Path(path).resolve().as_uri()
-            opened.open(url, width=width, dark=dark)
-            yield opened
-        finally:
-            os.close(sink)
-            os.close(source)
-            # It is the leader of its own group: with it go the processes that it started.
-            with suppress(ProcessLookupError):
-                os.killpg(process, signal.SIGKILL)
-            os.waitpid(process, 0)
+    """A file, or what a server on this machine gives, opened in a page that is closed with the block."""
+    url = str(path) if str(path).startswith("http://") else Path(path).resolve().as_uri()
+    if os.getpid() not in _running:
+        _running[os.getpid()] = Chromium()
+    try:
+        opened = Page(_running[os.getpid()])
+        opened.open(url, width=width, dark=dark)
+        yield opened
+        opened.close()
+    except BaseException:
+        # Whatever it is doing now, the next page finds a fresh one.
+        _end()
+        raise
 
 
 def _options(profile: str) -> list[str]:
