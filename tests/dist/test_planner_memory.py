@@ -104,7 +104,20 @@ def _measure(name: str, plan: Plan) -> tuple[int, int]:
     return step_bytes(partial(task_of, name, device="cpu"), plan=plan, batch=SHAPES[name][1])
 
 
+def rehearsed(rank: int, name: str, plans: list[Plan], num_ranks: int) -> list[tuple[int, int]]:
+    """As `measured`, on torch's fake backend: Gloo makes copies for torch's engines, and frees them unseen."""
+    dist.destroy_process_group()
+    with absent_group(num_ranks):
+        return measured(rank, name, plans)
+
+
 def check(name: str, plans: list[Plan], *, num_ranks: int) -> None:
+    """Compare what rank 0 of `num_ranks` takes, the others of which are absent: one process computes, not all."""
+    compare(name, plans, run_ranks(rehearsed, num_ranks=1, args=(name, plans, num_ranks))[0], num_ranks=num_ranks)
+
+
+def check_ranks(name: str, plans: list[Plan], *, num_ranks: int) -> None:
+    """Compare with ranks that are all there."""
     compare(name, plans, run_ranks(measured, num_ranks=num_ranks, args=(name, plans))[0], num_ranks=num_ranks)
 
 
@@ -141,7 +154,7 @@ def compare(name: str, plans: list[Plan], results: list[tuple[int, int]], *, num
     ],
 )
 def test_the_peak_of_every_strategy_is_predicted_to_a_hundredth(name: str, num_ranks: int) -> None:
-    check(name, [Plan(strategy=strategy) for strategy in STRATEGIES], num_ranks=num_ranks)
+    check_ranks(name, [Plan(strategy=strategy) for strategy in STRATEGIES], num_ranks=num_ranks)
 
 
 @pytest.mark.parametrize("num_ranks", [2, *whole(1)])
@@ -185,25 +198,17 @@ def test_and_where_units_differ() -> None:
     check("gpt", plans, num_ranks=2)
 
 
-def rehearsed(rank: int, name: str, plans: list[Plan], num_ranks: int) -> list[tuple[int, int]]:
-    """As `measured`, on torch's fake backend: Gloo makes copies for torch's engines, and frees them unseen."""
-    dist.destroy_process_group()
-    with absent_group(num_ranks):
-        return measured(rank, name, plans)
-
-
 @pytest.mark.parametrize("num_ranks", [2, *whole(1)])
 def test_and_of_torchs_own_engines(num_ranks: int) -> None:
     plans = [Plan(strategy=strategy, engine="torch") for strategy in ("ddp", "shard_grad_op", "fsdp")]
-    compare("llama", plans, run_ranks(rehearsed, num_ranks=1, args=("llama", plans, num_ranks))[0], num_ranks=num_ranks)
+    check("llama", plans, num_ranks=num_ranks)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", *whole("shard_grad_op")])
 def test_and_of_a_base_that_is_frozen_in_bf16(strategy: str) -> None:
     """It stays in bf16 on torch's engine too; only what is trained has a master in fp32."""
     plans = [Plan(strategy=strategy, engine="torch", precision="bf16")]
-    results = run_ranks(rehearsed, num_ranks=1, args=("gpt adapted", plans, 2))[0]
-    compare("gpt adapted", plans, results, num_ranks=2)
+    check("gpt adapted", plans, num_ranks=2)
 
 
 @pytest.mark.parametrize("num_ranks", [4, *whole(1)])
@@ -211,7 +216,7 @@ def test_and_of_a_base_that_is_frozen_in_bf16(strategy: str) -> None:
 def test_and_of_several_passes(engine: str, num_ranks: int) -> None:
     strategies = ("ddp", "shard_grad_op", "fsdp") if engine == "torch" else STRATEGIES
     plans = [Plan(strategy=strategy, engine=engine, accumulate=3) for strategy in strategies]
-    compare("gpt", plans, run_ranks(rehearsed, num_ranks=1, args=("gpt", plans, num_ranks))[0], num_ranks=num_ranks)
+    check("gpt", plans, num_ranks=num_ranks)
 
 
 def test_slices_that_are_under_way_over_a_second_axis_are_predicted_to_the_byte() -> None:

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from graphs_on_cpu import CpuGraph, captured_on_cpu
 from torch import Tensor, nn
+from whole import strategies
 
 import shardwise
 from shardwise import Plan
 from shardwise.errors import InvalidModel
-from shardwise.plan.placement import STRATEGIES
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +108,7 @@ def both(make: Callable[[], nn.Module], batches: list[tuple[Any, ...]], **how: A
     return found[0], found[1]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", strategies("ddp", "fsdp"))
 def test_a_tenth_of_the_steps_breaks_its_guard_and_all_are_as_without_capture(strategy: str) -> None:
     chosen = random.Random(1)
     batches = [batch(step, padded=step > 5 and chosen.random() < 0.1) for step in range(80)]

@@ -17,7 +17,8 @@ PLAN = Plan(precision="bf16", strategy="auto", micro_batch=1, capture="off")
 
 def test_where_nothing_else_fits_modules_compute_in_tiles() -> None:
     spec_for = Source("llama-tiny", seq=32768).spec_for
-    ample = AutoRequest(plan=PLAN, cluster=cluster_of("1xh200"))
+    # On one device all strategies hold about the same: one of them is a fifth of the search.
+    ample = AutoRequest(plan=PLAN, cluster=cluster_of("1xh200"), rows=("fsdp",))
     assert not solve_plan(spec_for, request=ample).candidate.plan.tile
     request = replace(ample, budget_bytes=round(2.4 * 2**30))
     costs = costs_of(spec_for, request=request)
