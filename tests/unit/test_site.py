@@ -3,6 +3,7 @@ planner page is a part of it."""
 
 import functools
 import importlib
+import json
 import sys
 import threading
 import time
@@ -15,7 +16,7 @@ from types import ModuleType
 import pytest
 import typer
 import yaml
-from report.chromium import needs_chromium, page
+from report.chromium import Page, needs_chromium, page
 
 import shardwise
 from shardwise.cli import plan_page
@@ -125,20 +126,34 @@ FIRST = {
 @pytest.mark.timeout(300)
 def test_a_search_finds_the_page_that_answers_first(built: Path) -> None:
     """The site's own search, in a browser."""
-    with served(built) as address:
-        found = {words: first_result(f"{address}/index.html?q={words}") for words in FIRST}
+    first, *others = FIRST
+    with served(built) as address, page(f"{address}/index.html?q={first}", width=1280) as opened:
+        found = {first: first_result(opened)}
+        for words in others:
+            # In the same page, which has its index already; what it shows now must not be taken for the answer.
+            opened.evaluate(f"({TYPE})({json.dumps(words)})")
+            found[words] = first_result(opened)
     assert found == FIRST
 
 
-def first_result(address: str) -> str:
+TYPE = """
+(words) => {
+  document.querySelector(".md-search-result__list").replaceChildren();
+  const field = document.querySelector(".md-search__input");
+  field.value = words;
+  field.dispatchEvent(new KeyboardEvent("keyup", { bubbles: true }));
+}
+"""
+
+
+def first_result(opened: Page) -> str:
     """The page of the first result that the open search shows."""
-    with page(address, width=1280) as opened:
-        until = time.monotonic() + 60
-        while time.monotonic() < until:
-            link = opened.evaluate("document.querySelector('.md-search-result__link')?.getAttribute('href') ?? ''")
-            if link:
-                return str(link).partition("#")[0].partition("?")[0].rpartition("/")[2]
-            time.sleep(0.2)
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        link = opened.evaluate("document.querySelector('.md-search-result__link')?.getAttribute('href') ?? ''")
+        if link:
+            return str(link).partition("#")[0].partition("?")[0].rpartition("/")[2]
+        time.sleep(0.1)
     return ""
 
 
