@@ -16,7 +16,7 @@ import shardwise
 
 NUM_SEEDS = 300
 # Of them, in the usual run.
-NUM_USUAL = 40
+NUM_USUAL = 60
 
 
 def step(**settings: object) -> Event:
