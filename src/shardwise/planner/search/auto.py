@@ -70,7 +70,7 @@ def solve_plan(spec_for: SpecFor, *, request: AutoRequest) -> Solved:
 
     If time cannot be predicted, return the simplest plan that fits, with the same choice for every unit. Host memory is
     tried where nothing fits without it; where the cluster states it, also instead of recomputation. For long sequences,
-    so are tiles.
+    tiles are tried where nothing fits, instead of host memory, and instead of recomputing whole units.
     """
     costs = costs_of(spec_for, request=request)
     tiles = tiles_of(costs.spec, plan=request.plan)
@@ -80,7 +80,7 @@ def solve_plan(spec_for: SpecFor, *, request: AutoRequest) -> Solved:
         if not tiles:
             raise
         return solve_plan(spec_for, request=_with_tiles(request, tiles))
-    if tiles and _uses_host(found.candidate.plan):
+    if tiles and (_uses_host(found.candidate.plan) or _recomputes_units(found.candidate.plan)):
         with suppress(NoPlanFits):
             tiled = solve_plan(spec_for, request=_with_tiles(request, tiles))
             return max(found, tiled, key=lambda one: one.candidate.samples_per_s)
@@ -93,6 +93,11 @@ def _with_tiles(request: AutoRequest, tiles: dict[str, int]) -> AutoRequest:
 
 def _uses_host(plan: Plan) -> bool:
     return bool(plan.offload_states or plan.offload_activations)
+
+
+def _recomputes_units(plan: Plan) -> bool:
+    """Return whether whole units are recomputed: tiles compute less again."""
+    return "full" in (plan.recompute, *plan.recompute_overrides.values())
 
 
 def costs_of(spec_for: SpecFor, *, request: AutoRequest) -> DialCosts:

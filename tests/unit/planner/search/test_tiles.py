@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from whole import whole
 
 from shardwise.hardware import cluster_of
 from shardwise.plan import Plan
@@ -29,6 +30,17 @@ def test_where_nothing_else_fits_modules_compute_in_tiles() -> None:
     assert dict(found.plan.tile) == {"*.feed_forward": 8192}
     names = [unit.name for unit in costs.spec.units]
     assert "*.feed_forward in tiles of 8,192 tokens" in chosen_text(found.plan, names=names)
+
+
+@pytest.mark.parametrize("model", whole("llama-3.2-1b"))
+def test_tiles_take_the_place_of_recomputed_units_where_they_are_faster(model: str) -> None:
+    spec_for = Source(model, seq=131072).spec_for
+    request = AutoRequest(plan=PLAN, cluster=cluster_of("1xh200"), rows=("fsdp",))
+    without = solve_for(costs_of(spec_for, request=request), request=request).candidate
+    found = solve_plan(spec_for, request=request).candidate
+    assert without.plan.recompute == "full"
+    assert found.plan.tile
+    assert found.samples_per_s > 1.05 * without.samples_per_s
 
 
 def spec_of(*names: str, seq: int | None = 65536, root: tuple[TensorSpec, ...] = ()) -> ModelSpec:
