@@ -261,5 +261,7 @@ def test_logits_of_a_tiled_head_never_exist_where_a_cross_entropy_follows() -> N
     # In forward, and again in backward.
     assert sum(sizes) == 2 * LENGTH
     assert model.head.weight.grad is not None
+    with pytest.raises(ValueError, match="to match target batch_size"):
+        nn.functional.cross_entropy(logits.view(-1, 11), classes[1:])
     with torch.no_grad():
         assert torch.equal(tiled(x), model.head(x))

@@ -144,8 +144,10 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
     """Return the loss of a matrix of logits and one class per row; None for what is not computed in tiles."""
-    is_usual = (weight, size_average, reduce) == (None, None, None) and reduction in ("mean", "sum")
-    if not is_usual or label_smoothing or not _is_lazy(logits) or not logits.is_matrix or targets.dim() != 1:
+    is_plain = all(one is None for one in (weight, size_average, reduce)) and not label_smoothing
+    # Of another number of classes, torch says what is wrong.
+    is_of_rows = _is_lazy(logits) and logits.is_matrix and targets.shape == logits.shape[:1]
+    if not is_plain or not is_of_rows or reduction not in ("mean", "sum"):
         return None
 
     def losses(x: Tensor, wanted: Tensor) -> Tensor:
@@ -153,7 +155,7 @@ def _cross_entropy(
         found = F.cross_entropy(rows, wanted.flatten(), ignore_index=ignore_index, reduction="none")
         return found.view(wanted.shape)
 
-    classes = targets.view(*logits.x.shape[:-1], 1)
+    classes = targets.reshape(*logits.x.shape[:-1], 1)
     total: Tensor = logits.computed(losses, classes).sum()
     return total if reduction == "sum" else total / (targets != ignore_index).sum()
 
