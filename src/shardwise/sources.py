@@ -31,6 +31,7 @@ from shardwise.spec.losses import LEAN, USUAL, with_loss
 from shardwise.spec.shipped import ready_spec
 from shardwise.spec.step import COMPILED, FP8_WAYS
 from shardwise.vocabulary.collection import without_collection
+from shardwise.vocabulary.heads import HEADS
 
 if TYPE_CHECKING:
     from shardwise.tasks import Task
@@ -105,6 +106,9 @@ class Source:
         missing = [(way, how) for way, how in ways if self._spec.trace(computes_in=way, recompute=how) is None]
         if set(missing) - self._left_out:
             self._spec = self._with(missing)
+        if any(pattern.rpartition(".")[2] in HEADS for pattern in self._tile):
+            # The loss is computed in the tiles of the head, whatever the loop would do.
+            return self._spec
         if self._with_loss is None or self._with_loss[0] is not self._spec:
             self._with_loss = self._spec, with_loss(self._spec, loss=self.loss, is_lean=self.has_lean_loss)
         return self._with_loss[1]

@@ -33,7 +33,7 @@ def with_loss(spec: ModelSpec, *, loss: str, is_lean: bool) -> ModelSpec:
     """Return the spec with another loss; `is_lean`: it was traced with the lean one, not the usual one."""
     if loss == LEAN:
         return spec
-    usual = tuple(map(_with_usual_loss, spec.traces)) if is_lean else spec.traces
+    usual = tuple([_with_usual_loss(trace) for trace in spec.traces]) if is_lean else spec.traces
     if loss == USUAL:
         return replace(spec, traces=usual)
     return replace(spec, traces=tuple(_changed(trace, loss=loss, name=spec.name) for trace in usual))

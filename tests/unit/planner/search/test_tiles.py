@@ -43,6 +43,13 @@ def test_tiles_take_the_place_of_recomputed_units_where_they_are_faster(model: s
     assert found.samples_per_s > 1.05 * without.samples_per_s
 
 
+def test_the_loss_of_a_tiled_head_is_that_of_its_tiles() -> None:
+    plan = Plan(precision="bf16", tile={"head": 64})
+    specs = [Source("llama-tiny", seq=256, loss=loss).spec_for(plan) for loss in ("lean", "usual")]
+    assert specs[0].traces
+    assert specs[0].traces == specs[1].traces
+
+
 def spec_of(*names: str, seq: int | None = 65536, root: tuple[TensorSpec, ...] = ()) -> ModelSpec:
     params = tuple(TensorSpec(name=f"blocks.0.{name}", shape=(8, 8), dtype="float32") for name in names)
     units = (
