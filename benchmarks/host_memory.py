@@ -13,6 +13,7 @@ takes.
     host N              ours, with the states of N % of the blocks in host memory
     host N activations  the same, and what blocks save for backward
     cpu N               the same as `host N`, updated by the CPU
+    full depth          for a model of fewer blocks: what the planner chooses for all of them, each as the last one
     all on host         ours, with all states and all that blocks save in host memory, nothing recomputed
     fsdp2               torch's fully_shard with CPUOffloadPolicy, fused AdamW on the CPU
     deepspeed R         DeepSpeed ZeRO-3 with the optimizer offloaded by the ratio R, where it can be built
@@ -58,7 +59,8 @@ PLANS = Path(__file__).parent / ".host_memory_plans.json"
 class Case:
     """`limit_gib`: device memory that may be used; `share`: the part of what ddp needs. None: all of it.
 
-    `lora`: the rank of adapters on all linear layers of the blocks; None: full fine-tuning.
+    `lora`: the rank of adapters on all linear layers of the blocks; None: full fine-tuning. `of`: the model of which
+    this one has the first blocks.
     """
 
     model: str
@@ -70,6 +72,7 @@ class Case:
     num_steps: int = 4
     lora: int | None = None
     ways: tuple[str, ...] = ("auto",)
+    of: str | None = None
 
     @property
     def adaptation(self) -> Adaptation | None:
@@ -101,6 +104,14 @@ CASES = {
     "SmolLM2-135M, 524,288 tokens": Case(model="smollm2-135m", seq=524288, **_LONG),
     "Qwen3-0.6B, 262,144 tokens": Case(model="qwen3-0.6b", seq=262144, **_LONG),
     "Llama-8B with LoRA, 131,072 tokens": Case(model="llama-3.1-8b", seq=131072, lora=16, **_LONG),
+    "SmolLM2-135M of 1 block, 4,194,304 tokens": Case(
+        model=f"python:{Path(__file__).with_name('truncated.py')}:smollm2_135m_of_1_block",
+        of="smollm2-135m",
+        seq=4194304,
+        warm_up=0,
+        num_steps=1,
+        ways=("full depth",),
+    ),
     "Llama-1B grid": Case(model="llama-3.2-1b", ways=_GRID),
     "Qwen3-1.7B grid": Case(model="qwen3-1.7b", ways=_GRID),
     **{
@@ -119,6 +130,16 @@ def plan_of(case: Case, way: str) -> Plan:
         return Plan.from_dict(stored)
     if way.startswith("auto"):
         return chosen_plan(case, update="backward" if way == "auto backward" else "step")
+    if way == "full depth":
+        assert case.of is not None
+        plan = chosen_plan(replace(case, model=case.of), update="step")
+        return replace(
+            plan,
+            overrides={},
+            recompute_overrides={},
+            offload_states=bool(plan.offload_states),
+            offload_activations=bool(plan.offload_activations),
+        )
     if way == "all on host":
         return Plan(strategy="fsdp", precision="bf16", capture="off", offload_states=True, offload_activations=True)
     kind, share, *more = way.split()
@@ -142,7 +163,7 @@ def name_of(case: Case) -> str:
 
 @cache
 def stored_plans() -> dict[str, Any]:
-    """Return the plans that `--choose` has found, by case and way."""
+    """Return the plans that `--choose` has found, by case and way, and the limit of each case."""
     return dict(json.loads(PLANS.read_text())) if PLANS.exists() else {}
 
 
@@ -150,10 +171,11 @@ def choose(names: list[str], *, ways: list[str]) -> None:
     """Have the planner choose, and keep its plans for a machine whose time is short. Needs no GPU."""
     for name in names:
         for way in ways or CASES[name].ways:
-            if way.startswith("auto"):
-                plan = chosen_plan(CASES[name], update="backward" if way == "auto backward" else "step")
+            if way.startswith("auto") or way == "full depth":
+                plan = plan_of(CASES[name], way)
                 known = json.loads(PLANS.read_text()) if PLANS.exists() else {}
-                PLANS.write_text(json.dumps(known | {f"{name}, {way}": plan.to_dict()}))
+                found = {f"{name}, {way}": plan.to_dict(), f"{name}, limit": limit_bytes(CASES[name])}
+                PLANS.write_text(json.dumps(known | found))
                 print(f"{name}, {way}: {plan}", flush=True)
 
 
@@ -161,6 +183,9 @@ def choose(names: list[str], *, ways: list[str]) -> None:
 def limit_bytes(case: Case) -> int | None:
     """Return the device memory that may be used; None: all of it."""
     if case.share is not None:
+        known = stored_plans().get(f"{name_of(case)}, limit")
+        if known is not None:
+            return int(known)
         plan = Plan(strategy="ddp", precision="bf16", micro_batch=case.batch, capture="off")
         return round(case.share * _cost(case, plan).memory.device_bytes)
     return None if case.limit_gib is None else round(case.limit_gib * 2**30)

@@ -107,8 +107,10 @@ def job(device: str, *, num_ranks: int = 1) -> Iterator[AbsentCollectives | None
             yield AbsentCollectives()
         return
     join_alone(device)
-    yield None
-    dist.destroy_process_group()
+    try:
+        yield None
+    finally:
+        dist.destroy_process_group()
 
 
 def join_alone(device: str) -> None:
