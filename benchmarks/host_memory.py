@@ -10,6 +10,7 @@ takes.
 
     auto                the plan that the planner chooses for the limit
     auto backward       the same, with updates inside backward
+    auto either         the same, with updates where the planner says they are faster
     host N              ours, with the states of N % of the blocks in host memory
     host N activations  the same, and what blocks save for backward
     cpu N               the same as `host N`, updated by the CPU
@@ -93,7 +94,8 @@ class Case:
 _GRID = tuple(f"host {share}{more}" for share in (0, 25, 50, 100) for more in ("", " activations"))
 # A step takes a minute or two.
 _LONG: dict[str, Any] = {"warm_up": 0, "num_steps": 2}
-_BUDGETS = ("auto", "host 0", "host 100 activations")
+_BUDGETS = ("auto", "auto either", "host 0", "host 100 activations")
+_UPDATES = {"auto": "step", "auto backward": "backward", "auto either": "auto"}
 CASES = {
     "Qwen3-4B in 24 GiB": Case(
         model="qwen3-4b", limit_gib=24, ways=("auto", "auto backward", "fsdp2", "deepspeed 1.0")
@@ -129,7 +131,7 @@ def plan_of(case: Case, way: str) -> Plan:
     if stored is not None:
         return Plan.from_dict(stored)
     if way.startswith("auto"):
-        return chosen_plan(case, update="backward" if way == "auto backward" else "step")
+        return chosen_plan(case, update=_UPDATES[way])
     if way == "full depth":
         assert case.of is not None
         plan = chosen_plan(replace(case, model=case.of), update="step")

@@ -59,7 +59,8 @@ AccumulateReduced = Annotated[
 Update = Annotated[
     str,
     Option(
-        "--update", help="step; or backward: as gradients are averaged, without clipping, so that few exist at once."
+        "--update",
+        help="step; or backward: as gradients are averaged, without clipping, so that few exist at once; or auto.",
     ),
 ]
 MeshShape = Annotated[str | None, Option("--mesh", help="REPLICATExSHARD, such as 8x8 (default: the best of a few).")]

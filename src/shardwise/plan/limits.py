@@ -299,6 +299,7 @@ LIMITS: Mapping[str, EngineLimits] = MappingProxyType(
                 Setting(
                     key="update",
                     plain="step",
+                    as_plain=("auto",),
                     refusal="update = 'backward' with engine = 'torch': only engine = 'shardwise' can do that",
                 ),
                 Setting(key="offload_activations", plain=False, refusal=_NO_OFFLOAD),

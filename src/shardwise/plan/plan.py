@@ -117,8 +117,9 @@ class Plan:
     update: str = key(
         "step",
         "when sharded states are updated: by optimizer.step(), or inside backward as soon as gradients are averaged, "
-        "so that they never exist all at once. Then nothing may come between: no clipping, no scaler",
-        choices=("step", "backward"),
+        "so that they never exist all at once. Then nothing may come between: no clipping, no scaler. auto: strategy = "
+        "'auto' takes what is faster; step under all others",
+        choices=("step", "backward", AUTO),
     )
     prefetch: int = key(1, "units gathered ahead of the one that computes", least=0)
     reduces_in_flight: int = key(1, "gradient reductions that may run at the same time", least=1)
@@ -188,10 +189,8 @@ class Plan:
                 "owned with offload_states: what one rank steps whole is stepped on the device, with its state; "
                 "leave one of them out"
             )
-        if self.updates_in_backward:
-            for setting, holds in self._backward_hindrances().items():
-                if holds:
-                    raise InvalidPlan(f"update = 'backward' with {setting}: leave one of them out")
+        if self.updates_in_backward and self.backward_hindrance:
+            raise InvalidPlan(f"update = 'backward' with {self.backward_hindrance}: leave one of them out")
         if self.uncaptured and self.captures:
             raise InvalidPlan("uncaptured with capture = 'on': leave one of them out")
         if self.owned and self.captures:
@@ -203,13 +202,17 @@ class Plan:
         if self.keep_bf16 and not self.has_fp8:
             raise InvalidPlan(f"keep_bf16 with precision = {self.precision!r}: it is for precision = 'fp8'")
 
-    def _backward_hindrances(self) -> dict[str, bool]:
-        return {
+    @property
+    def backward_hindrance(self) -> str:
+        """The setting with which states cannot be updated inside backward; "" if there is none."""
+        settings = {
             "precision = 'fp16'": self.precision == "fp16",
             "accumulate_reduced = true": self.accumulate_reduced,
             "offload_update = 'host'": bool(self.offload_states) and self.offload_update == "host",
             "owned": bool(self.owned),
+            "capture = 'on'": self.captures,
         }
+        return next((setting for setting, holds in settings.items() if holds), "")
 
     @property
     def updates_in_backward(self) -> bool:

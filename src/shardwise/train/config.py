@@ -247,10 +247,10 @@ class TrainConfig:
                 f"optimizer.name = 'muon' with plan.engine = {self.plan.engine!r} under {self.plan.strategy}: "
                 f"{refusal.sentence}; set plan.engine = 'shardwise', or plan.strategy = 'ddp'"
             )
-        if self.plan.updates_in_backward and (self.train.clip_norm or self.train.nonfinite == "skip"):
+        if self.plan.update != "step" and (self.train.clip_norm or self.train.nonfinite == "skip"):
             raise InvalidConfig(
-                "plan.update = 'backward': gradients are used before their norm is known; set train.clip_norm = 0 and "
-                "train.nonfinite to stop or warn"
+                f"plan.update = {self.plan.update!r}: gradients are used before their norm is known; set "
+                "train.clip_norm = 0 and train.nonfinite to stop or warn"
             )
         if self.train.nonfinite == "skip" and self.plan.captures:
             raise InvalidConfig(

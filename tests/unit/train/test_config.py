@@ -109,6 +109,7 @@ MISTAKES = {
     "plan.strategy=fdsp": "plan.strategy = 'fdsp': must be one of ddp, zero1, zero2, shard_grad_op, fsdp, auto",
     "plan.stratgy=ddp": "[plan]: unknown key 'stratgy'; did you mean strategy?",
     "plan.update=backward": "plan.update = 'backward': gradients are used before their norm is known; set train.clip_norm = 0 and train.nonfinite to stop or warn",
+    "plan.update=auto": "plan.update = 'auto': gradients are used before their norm is known; set train.clip_norm = 0 and train.nonfinite to stop or warn",
     "plan.micro_batch=0": "plan.micro_batch = 0: must be a whole number of at least 1",
     "plan.micro_batch=": "plan.micro_batch is missing: samples per rank per pass",
     "task.model=": "task.model is missing: a name of `shardwise models`, hf:DIR (a checkpoint to fine-tune), or python:FILE.py:function",

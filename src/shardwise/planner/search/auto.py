@@ -1,8 +1,10 @@
 """`solve_plan`: finds the plan for `strategy = "auto"`: a model, a cluster and a memory budget → one plan."""
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
+from typing import Any
 
 from shardwise.errors import ShardwiseError
 from shardwise.hardware import Cluster
@@ -39,7 +41,7 @@ class AutoRequest:
     """A request for a plan. Host memory that the cluster states may also replace recomputation.
 
     plan          the fixed settings: precision, engine, mesh and micro-batch if set, and so on. The solver chooses the
-                  strategy, recompute, their overrides, and compile if that is auto
+                  strategy, recompute, their overrides, and compile and update if they are auto
     budget_bytes  memory to use per device (default: all)
     global_batch  samples per step over all ranks (default: plan.accumulate passes)
     rows          strategies that units may have (default: all that the engine can run)
@@ -70,25 +72,46 @@ def solve_plan(spec_for: SpecFor, *, request: AutoRequest) -> Solved:
 
     If time cannot be predicted, return the simplest plan that fits, with the same choice for every unit. Host memory is
     tried where nothing fits without it; where the cluster states it, also instead of recomputation. For long sequences,
-    tiles are tried where nothing fits, instead of host memory, and instead of recomputing whole units.
+    tiles are tried where nothing fits, instead of host memory, and instead of recomputing whole units. With
+    `update = "auto"`, updates inside backward are tried where memory is short.
     """
+    if request.plan.update == AUTO:
+        by_step = _with(request, update="step")
+        in_backward = _with(request, update="backward") if _may_update_in_backward(request) else None
+        return _or_faster(lambda: solve_plan(spec_for, request=by_step), spec_for=spec_for, other=in_backward)
     costs = costs_of(spec_for, request=request)
     tiles = tiles_of(costs.spec, plan=request.plan)
+    tiled = _with(request, tile=tiles) if tiles else None
+    return _or_faster(lambda: solve_for(costs, request=request), spec_for=spec_for, other=tiled)
+
+
+def _or_faster(solve: Callable[[], Solved], *, spec_for: SpecFor, other: AutoRequest | None) -> Solved:
+    """Return what `solve` finds; where that leaves memory short, the other request's answer if it is faster."""
     try:
-        found = solve_for(costs, request=request)
+        found = solve()
     except NoPlanFits:
-        if not tiles:
+        if other is None:
             raise
-        return solve_plan(spec_for, request=_with_tiles(request, tiles))
-    if tiles and (_uses_host(found.candidate.plan) or _recomputes_units(found.candidate.plan)):
+        return solve_plan(spec_for, request=other)
+    if other is not None and (_uses_host(found.candidate.plan) or _recomputes_units(found.candidate.plan)):
         with suppress(NoPlanFits):
-            tiled = solve_plan(spec_for, request=_with_tiles(request, tiles))
-            return max(found, tiled, key=lambda one: one.candidate.samples_per_s)
+            second = solve_plan(spec_for, request=other)
+            if second.candidate.samples_per_s > WORTH_A_LOOK * found.candidate.samples_per_s:
+                return second
     return found
 
 
-def _with_tiles(request: AutoRequest, tiles: dict[str, int]) -> AutoRequest:
-    return replace(request, plan=replace(request.plan, tile=tiles))
+def _with(request: AutoRequest, **settings: Any) -> AutoRequest:
+    return replace(request, plan=replace(request.plan, **settings))
+
+
+def _may_update_in_backward(request: AutoRequest) -> bool:
+    plan = request.plan
+    return (
+        LIMITS[plan.engine].has("update")
+        and not plan.backward_hindrance
+        and not needs_whole_matrices(request.optimizer)
+    )
 
 
 def _uses_host(plan: Plan) -> bool:

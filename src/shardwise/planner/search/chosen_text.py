@@ -31,6 +31,8 @@ def chosen_text(plan: Plan, *, names: Sequence[str]) -> str:
             parts.append(f"{what} of {_named(chosen, order=names)} in host memory")
     if plan.offload_states and plan.offload_update == "host":
         parts.append("updated by the CPU")
+    if plan.updates_in_backward:
+        parts.append("updated inside backward")
     return "; ".join(parts)
 
 
