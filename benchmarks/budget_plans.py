@@ -12,8 +12,9 @@ from shardwise.hardware.link import Fabric, Link
 from shardwise.hardware.sourced import Sourced
 from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES
-from shardwise.planner.search.auto import RECOMPUTES, AutoRequest, solve_plan, with_budget
+from shardwise.planner.search.auto import solve_plan
 from shardwise.planner.search.candidates import Candidate, candidates, cost
+from shardwise.planner.search.request import RECOMPUTES, AutoRequest, with_budget
 from shardwise.spec import ModelSpec
 from shardwise.spec.step import COMPILED
 from shardwise.tasks import Task, load_task

@@ -42,8 +42,9 @@ from shardwise import Plan
 from shardwise.engine.offload.pinned import pinned_bytes
 from shardwise.engine.prepared.inventory import held_bytes
 from shardwise.hardware import cluster_of
-from shardwise.planner.search.auto import AutoRequest, solve_plan
+from shardwise.planner.search.auto import solve_plan
 from shardwise.planner.search.candidates import Candidate, cost
+from shardwise.planner.search.request import AutoRequest
 from shardwise.sources import Source
 from shardwise.spec import ROOT
 from shardwise.spec.adaptation import Adaptation

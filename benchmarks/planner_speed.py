@@ -31,7 +31,8 @@ SOLVED = (("llama-3.1-8b", CLUSTER), ("llama-3.1-405b", LARGE_CLUSTER))
 SOLVE = """
 from shardwise.hardware import cluster_of
 from shardwise.plan import Plan
-from shardwise.planner.search.auto import AutoRequest, solve_plan
+from shardwise.planner.search.auto import solve_plan
+from shardwise.planner.search.request import AutoRequest
 from shardwise.sources import Source
 request = AutoRequest(plan=Plan(precision="bf16"), cluster=cluster_of({cluster!r}))
 solve_plan(Source({model!r}).spec_for, request=request)

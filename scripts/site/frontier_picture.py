@@ -13,9 +13,9 @@ from pictures import FOLDER, svg, text
 
 from shardwise.hardware import cluster_of
 from shardwise.plan import Plan
-from shardwise.planner.search.auto import AutoRequest
 from shardwise.planner.search.candidates import Candidate
 from shardwise.planner.search.frontier import FrontierPoint, frontier
+from shardwise.planner.search.request import AutoRequest
 from shardwise.sources import Source
 
 MODEL, CLUSTER, NUM_BUDGETS = "llama-3.1-8b", "8x8xh100-80gb", 20

@@ -12,8 +12,9 @@ from shardwise.hardware.cluster import make_cluster
 from shardwise.hardware.cluster_file import read_cluster_file
 from shardwise.hardware.device_file import device_like
 from shardwise.plan import Plan
-from shardwise.planner.search.auto import AutoRequest, solve_plan
+from shardwise.planner.search.auto import solve_plan
 from shardwise.planner.search.candidates import candidates
+from shardwise.planner.search.request import AutoRequest
 from shardwise.planner.search.scale import Scaled, scaling
 from shardwise.planner.time.step_time import estimate_time, timeline
 from shardwise.profile.compare import predict_memory

@@ -10,11 +10,12 @@ from shardwise.plan import Plan
 from shardwise.plan.limits import LIMITS
 from shardwise.plan.placement import AUTO, SHARDED, STRATEGIES
 from shardwise.planner.memory.states import needs_whole_matrices
-from shardwise.planner.search.auto import AutoRequest, NoPlanFits, solve_plan, with_budget
+from shardwise.planner.search.auto import solve_plan
 from shardwise.planner.search.candidates import Candidate, candidates, cost
 from shardwise.planner.search.chosen_text import chosen_text
 from shardwise.planner.search.frontier import FrontierPoint, frontier
 from shardwise.planner.search.recommend import Reason, Recommendation, recommend
+from shardwise.planner.search.request import AutoRequest, NoPlanFits, with_budget
 from shardwise.planner.search.scale import Scaled, scaling
 from shardwise.planner.search.training_cost import TrainingCost, training_cost
 from shardwise.planner.search.way_out import ways_out

@@ -30,7 +30,9 @@ search/candidates.py    plans for a cluster, each at its best batch
 search/recommend.py     the recommended plan, and why
 search/way_out.py       the smallest changes that fit, if nothing does
 search/scale.py         the best plan on 8 to 16,384 devices
+search/request.py       a request for a plan, and what follows from it
 search/auto.py          `strategy = "auto"`: a request and a budget → one plan
+search/uniform.py       plans with the same choice for every unit
 search/solver.py, climb.py      the search: mixtures of two choices, then unit by unit
 search/dial.py, dial_cost.py    the choices of all units as one value, and its cost by the replay
 search/micro_batches.py         the micro-batches that a search may try

@@ -20,9 +20,10 @@ from shardwise.errors import InvalidPlan
 from shardwise.files.atomic import atomic_write
 from shardwise.hardware import Cluster
 from shardwise.plan import Plan
-from shardwise.planner.search.auto import AutoRequest, solve_plan
+from shardwise.planner.search.auto import solve_plan
 from shardwise.planner.search.candidates import capacity_bytes
 from shardwise.planner.search.chosen_text import chosen_text
+from shardwise.planner.search.request import AutoRequest
 from shardwise.sources import Source
 from shardwise.train.automatic import job_cluster, solved_by_rank_0
 from shardwise.train.config import TrainConfig

@@ -16,7 +16,8 @@ from shardwise.hardware.cluster import make_cluster
 from shardwise.hardware.device_file import device_like
 from shardwise.hardware.sourced import Sourced
 from shardwise.plan import Plan
-from shardwise.planner.search.auto import AutoRequest, solve_plan
+from shardwise.planner.search.auto import solve_plan
+from shardwise.planner.search.request import AutoRequest
 from shardwise.sources import Source
 from shardwise.tasks import Task
 

@@ -22,8 +22,8 @@ from shardwise.engines import replan
 from shardwise.launch.failure import during
 from shardwise.plan import Plan
 from shardwise.planner.engine_model import engine_model_of
-from shardwise.planner.search.auto import NoPlanFits, with_budget
 from shardwise.planner.search.candidates import capacity_bytes
+from shardwise.planner.search.request import NoPlanFits, with_budget
 from shardwise.profile.step_peak import step_peak
 from shardwise.train.auto_plan import ChosenPlan
 from shardwise.train.automatic import solved_by_rank_0

@@ -12,9 +12,10 @@ from shardwise.engine.out_of_memory.smaller_plan import keeps_passes
 from shardwise.hardware import Cluster
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
-from shardwise.planner.search.auto import AutoRequest, NoPlanFits, solve_plan
+from shardwise.planner.search.auto import solve_plan
 from shardwise.planner.search.candidates import Candidate, SpecFor, cost
 from shardwise.planner.search.nearest import changes, fewest_on_host, host_units
+from shardwise.planner.search.request import AutoRequest, NoPlanFits
 
 # A smaller plan needs at most this share of the memory.
 _LESS = 0.9

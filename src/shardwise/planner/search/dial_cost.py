@@ -77,6 +77,10 @@ class DialCosts:
         self._host[dial] = found.host_bytes
         return found.device_bytes
 
+    def based_on(self, plan: Plan) -> "DialCosts":
+        """Return the costs of the same model on the same cluster with another base plan."""
+        return DialCosts(spec=self.spec, base=plan, cluster=self.cluster, optimizer=self.optimizer)
+
     def fits_host(self, dial: Dial) -> bool:
         """Return whether what is in host memory fits there."""
         self.tensor_bytes(dial)

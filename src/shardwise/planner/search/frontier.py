@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 
 from shardwise.errors import InvalidPlan
 from shardwise.plan.limits import strategies_of
-from shardwise.planner.search.auto import AutoRequest, NoPlanFits, costs_of, solve_for, with_budget
+from shardwise.planner.search.auto import costs_of, solve_for
 from shardwise.planner.search.candidates import Candidate, SpecFor, candidates, capacity_bytes
 from shardwise.planner.search.dial_cost import DialCosts
+from shardwise.planner.search.request import AutoRequest, NoPlanFits, with_budget
 from shardwise.vocabulary.quantities import SIZE_EXAMPLE
 
 

@@ -9,9 +9,10 @@ from shardwise.hardware.prices import Price
 from shardwise.plan import Plan
 from shardwise.plan.limits import strategies_of
 from shardwise.plan.mesh import Mesh
-from shardwise.planner.search.auto import RECOMPUTES, AutoRequest, NoPlanFits, solve_plan
+from shardwise.planner.search.auto import solve_plan
 from shardwise.planner.search.candidates import Candidate, SpecFor, candidates, cost
 from shardwise.planner.search.recommend import PAIR_BAND, best_of
+from shardwise.planner.search.request import RECOMPUTES, AutoRequest, NoPlanFits
 from shardwise.planner.search.training_cost import TrainingCost, training_cost
 from shardwise.planner.search.way_out import PER_NODE
 

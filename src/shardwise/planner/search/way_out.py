@@ -8,8 +8,9 @@ from shardwise.hardware.cluster import make_cluster
 from shardwise.plan import Plan
 from shardwise.plan.limits import LIMITS, strategies_of
 from shardwise.plan.mesh import Mesh
-from shardwise.planner.search.auto import AutoRequest, NoPlanFits, solve_plan
+from shardwise.planner.search.auto import solve_plan
 from shardwise.planner.search.candidates import Candidate, SpecFor, cost, largest_batch
+from shardwise.planner.search.request import AutoRequest, NoPlanFits
 
 MOST_TIMES = 1024
 """The most devices that are tried, as a multiple of those that were asked for."""

@@ -13,11 +13,12 @@ from shardwise.errors import InvalidPlan
 from shardwise.hardware import Cluster, cluster_of
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
-from shardwise.planner.search.auto import RECOMPUTES, AutoRequest, NoPlanFits, Solved, solve_plan
+from shardwise.planner.search.auto import Solved, solve_plan
 from shardwise.planner.search.candidates import Candidate, candidates, cost
 from shardwise.planner.search.dial import Dial
 from shardwise.planner.search.dial_cost import DialCosts
 from shardwise.planner.search.micro_batches import MicroBatches
+from shardwise.planner.search.request import RECOMPUTES, AutoRequest, NoPlanFits
 from shardwise.planner.search.reserved_search import _shrunk
 from shardwise.sources import Source
 from shardwise.spec import ModelSpec
@@ -171,6 +172,16 @@ def test_states_go_to_the_host_only_if_nothing_else_fits() -> None:
     found = solve(spec, "2xh100-80gb", budget_bytes=60 * GIBI, plan=one, quick=True).candidate
     assert found.plan.offload_states or found.plan.offload_activations
     assert found.fits == "yes"
+
+
+def test_captured_steps_may_use_host_memory_and_what_they_need_at_least_counts_it() -> None:
+    spec, on = llama(), replace(PLAN, micro_batch=1, capture="on")
+    with pytest.raises(NoPlanFits) as caught:
+        solve(spec, "2xh100-80gb", budget_bytes=4 * GIBI, plan=on, quick=True)
+    needed = float(str(caught.value).partition("the smallest needs ")[2].partition(" GiB")[0])
+    found = solve(spec, "2xh100-80gb", budget_bytes=round(1.01 * needed * GIBI), plan=on, quick=True).candidate
+    assert found.plan.captures
+    assert found.plan.offload_states
 
 
 def test_states_that_one_rank_owns_do_not_go_to_the_host() -> None:

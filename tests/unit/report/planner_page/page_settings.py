@@ -11,9 +11,9 @@ from shardwise.hardware.cluster import make_cluster
 from shardwise.hardware.device import device_of
 from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES
-from shardwise.planner.search.auto import with_budget
 from shardwise.planner.search.candidates import Candidate, candidates, cost, meshes
 from shardwise.planner.search.recommend import recommend
+from shardwise.planner.search.request import with_budget
 from shardwise.report.planner_page.device_tables import offered_devices
 from shardwise.report.planner_page.model_laws import DEVICE_COUNTS, PAGE_PLAN, PER_NODE, WAYS
 from shardwise.report.planner_page.planner_document import longest_sample
