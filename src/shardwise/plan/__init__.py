@@ -4,7 +4,8 @@ placement.py   replicated or sharded, for each state of a unit; the strategies a
 mesh.py        the ranks as a grid
 policy.py      the rule by which a model is cut into units
 patterns.py    settings for some units only
-plan.py        the plan itself, saved as TOML
+plan_keys.py   the keys of a plan, and what each means
+plan.py        the plan itself: which keys go together, what follows for a unit, saved as TOML
 limits.py      the settings that each engine can run
 """
 

@@ -12,156 +12,24 @@ from typing import Any, Self
 
 from shardwise.errors import InvalidPlan, ShardwiseError
 from shardwise.files.atomic import atomic_write
-from shardwise.files.form import Form, one_of, refusing, whole
-from shardwise.files.keys import check_keys, documented, key, to_table, values_of
+from shardwise.files.form import refusing
+from shardwise.files.keys import check_keys, documented, to_table, values_of
 from shardwise.files.toml_file import read_toml
 from shardwise.plan.limits import LIMITS, check_settings
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.patterns import SOME_UNITS, Patterns, is_among, pattern_list, pattern_table, unmatched
-from shardwise.plan.placement import AUTO, OVERRIDE, STRATEGY, Placement, placement_of, resolve_strategy
-from shardwise.plan.policy import POLICY
+from shardwise.plan.patterns import Patterns, is_among, unmatched
+from shardwise.plan.placement import AUTO, Placement, placement_of, resolve_strategy
+from shardwise.plan.plan_keys import PlanKeys
 from shardwise.vocabulary.auto_solver import auto_solver
 from shardwise.vocabulary.html_table import html_table
 
-_RECOMPUTES = ("none", "full", "selective")
 _NOT_UNDONE = "update = 'backward': a replay that is undone would have updated"
 _OWNED_MOVE = "parameters that one rank owns get new memory in each update"
-_CAPTURE_WORD = one_of(("auto", "on", "units", "off"))
-_CAPTURE = Form(
-    words=_CAPTURE_WORD.words,
-    fits=lambda value: isinstance(value, bool) or _CAPTURE_WORD.fits(value),
-    read=lambda value, path: {True: "on", False: "off"}.get(value, value),
-)
 
 
 @documented
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(PlanKeys):
     """A plan says how a model is trained on many ranks."""
-
-    strategy: str = key(
-        "fsdp",
-        "placement of every unit without an override. Names of other libraries are replaced: no_shard by ddp; zero3, "
-        "full_shard and, with a mesh, hybrid_shard by fsdp. auto: the planner chooses a placement and a recompute for "
-        "each unit before a run (Plan.auto, shardwise train)",
-        form=STRATEGY,
-    )
-    overrides: Mapping[str, str | Placement] = key(
-        Patterns(),
-        "strategy or placement of the units that a pattern (`blocks.0`, `blocks.*`) matches; a later pattern wins",
-        form=pattern_table(OVERRIDE),
-    )
-    units: str = key("auto", "policy by which the model is cut into units", form=POLICY)
-    mesh: Mesh | None = key(None, "replicate × shard (default: all ranks on the shard axis)")
-    micro_batch: int | None = key(None, "samples per rank per pass (default: your loop decides)", least=1)
-    accumulate: int = key(1, "passes per optimizer step", least=1)
-    accumulate_reduced: bool = key(False, "each of those passes reduces its gradients: less memory, more communication")
-    precision: str = key(
-        "fp32",
-        "dtype in which units compute; fp8: bf16, and large linear layers of units multiply in fp8; native leaves the "
-        "dtypes of the modules alone",
-        choices=("fp32", "bf16", "fp16", "fp8", "native"),
-    )
-    keep_fp32: tuple[str, ...] = key(
-        (), "modules (`*.norm*`, `head`) that compute in fp32 in any case", form=pattern_list("module")
-    )
-    fp8_recipe: str = key(
-        "tensorwise",
-        "scales of fp8 values: one per tensor, and sharded weights are gathered in fp8; or one per row (rowwise): more "
-        "accurate and slower, and weights are gathered in bf16",
-        choices=("tensorwise", "rowwise"),
-    )
-    fp8_min_features: int = key(
-        1024, "linear layers with fewer input or output features multiply in bf16 under precision = 'fp8'", least=1
-    )
-    keep_bf16: tuple[str, ...] = key(
-        (),
-        "modules (`layers.0`, `*.wo`) whose linear layers multiply in bf16 under precision = 'fp8'",
-        form=pattern_list("module"),
-    )
-    reduce_dtype: str = key("fp32", "dtype in which gradients are summed", choices=("fp32", "bf16", "fp16"))
-    recompute: str = key(
-        "none",
-        "activations that backward computes again: none of a unit; all (full); all but the outputs of matrix products "
-        "and attention (selective). The root's activations are kept",
-        choices=_RECOMPUTES,
-    )
-    recompute_overrides: Mapping[str, str] = key(
-        Patterns(),
-        "recompute of the units that a pattern matches; a later pattern wins",
-        form=pattern_table(one_of(_RECOMPUTES)),
-    )
-    tile: Mapping[str, int] = key(
-        Patterns(),
-        "modules (`*.mlp`) that act on each token by itself, computed in tiles of so many tokens, and again in "
-        "backward: long sequences in less memory; with the head (`lm_head`) also the loss. A later pattern wins",
-        form=pattern_table(whole(least=1), of="module"),
-    )
-    offload_activations: bool | tuple[str, ...] = key(
-        False,
-        "tensors that a unit saves for backward wait in host memory: of all units, or of those that patterns match",
-        form=SOME_UNITS,
-    )
-    offload_states: bool | tuple[str, ...] = key(
-        False,
-        "sharded optimizer state and sharded parameters live in host memory: of all units, or of those that patterns "
-        "match",
-        form=SOME_UNITS,
-    )
-    offload_update: str = key(
-        "device",
-        "where states in host memory are updated. device: they pass through the device, which computes the next "
-        "forward meanwhile; host: the CPU updates them, and their gradients are copied to host memory",
-        choices=("device", "host"),
-    )
-    update: str = key(
-        "step",
-        "when sharded states are updated: by optimizer.step(), or inside backward as soon as gradients are averaged, "
-        "so that they never exist all at once. Then nothing may come between: no clipping, no scaler. auto: strategy = "
-        "'auto' takes what is faster; step under all others",
-        choices=("step", "backward", AUTO),
-    )
-    prefetch: int = key(1, "units gathered ahead of the one that computes", least=0)
-    reduces_in_flight: int = key(1, "gradient reductions that may run at the same time", least=1)
-    bucket_bytes: int = key(
-        25 * 2**20, "least size of gradients that are reduced together, where gradients are replicated", least=1
-    )
-    owned: tuple[str, ...] = key(
-        (),
-        "parameters (`blocks.*.weight`) of which one rank holds the whole optimizer state and steps the whole "
-        "parameter, where optimizer state is sharded. `prepare` adds those whose optimizer needs it",
-        form=pattern_list("parameter"),
-    )
-    dynamic: bool = key(
-        False,
-        "the order of units differs between steps or between ranks: the ranks agree on each gather, which costs time. "
-        "Units that are only skipped now and then do not need it",
-    )
-    compile: str = key(
-        "none",
-        "backend of torch.compile, for each unit but the root. auto: a planner that chooses the plan may choose "
-        "inductor, with which results differ by rounding; any other plan does not compile",
-        choices=("none", "inductor", "aot_eager", AUTO),
-    )
-    capture: str | bool = key(
-        "auto",
-        "whole steps (shardwise.step, shardwise.capture, train), or the units of an ordinary loop, run as CUDA graphs: "
-        "where that is safe and faster (auto), always as whole steps (on), units alone (units) or never (off). TOML "
-        "may also say true or false",
-        form=_CAPTURE,
-    )
-    uncaptured: tuple[str, ...] = key(
-        (),
-        "units (`blocks.3`) whose forward does something in Python at every call that a CUDA graph would leave out, "
-        "such as counting: they are in no graph, and so whole steps are not captured",
-        form=pattern_list("unit"),
-    )
-    engine: str = key(
-        "shardwise", "Shardwise's own engine, or the same plan on torch's DDP and fully_shard", choices=LIMITS
-    )
-    collectives: str = key(
-        "backend", "collectives of the backend, or our ring of sends and receives", choices=("backend", "ring")
-    )
 
     def __post_init__(self) -> None:
         check_keys(self, error=InvalidPlan)
