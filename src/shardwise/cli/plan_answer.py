@@ -171,9 +171,13 @@ def _captured(question: PlanQuestion, best: Candidate | None, *, capture: str) -
 def _compiled(question: PlanQuestion, best: Candidate | None) -> Candidate | None:
     """Return the solver's plan with compiled units, if that is clearly faster.
 
-    The solver compiles only on request, because compiled units round differently.
+    The solver compiles only on request, because compiled units round differently. Of long sequences in tiles, compiled
+    code is not traced for a hint: that takes longer than everything else, and attention, which it leaves alone, most of
+    the step.
     """
     if best is None or best.label != AUTO or question.plan.compile != "none" or best.cluster.device.name == "cpu":
+        return None
+    if best.plan.tile:
         return None
     return _clearly_faster(question, replace(best.plan, compile="inductor"), than=best)
 

@@ -68,9 +68,7 @@ def _or_faster(solve: Callable[[], Solved], *, spec_for: SpecFor, other: AutoReq
         return solve_plan(spec_for, request=other)
     if other is not None and (uses_host(found.candidate.plan) or _recomputes_units(found.candidate.plan)):
         with suppress(NoPlanFits):
-            second = solve_plan(spec_for, request=other)
-            if second.candidate.samples_per_s > WORTH_A_LOOK * found.candidate.samples_per_s:
-                return second
+            return max(found, solve_plan(spec_for, request=other), key=lambda one: one.candidate.samples_per_s)
     return found
 
 
