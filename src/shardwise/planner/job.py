@@ -13,7 +13,7 @@ from shardwise.planner.engine_model import EngineModel, engine_model_of
 from shardwise.planner.fold import Short, cut
 from shardwise.planner.memory.allocations import Ledger
 from shardwise.planner.memory.constants import MemoryRules
-from shardwise.planner.memory.events import memory_rows, saved_by_units
+from shardwise.planner.memory.events import memory_rows, saved_by_units, saved_of_root
 from shardwise.planner.memory.executors.ddp_memory import PlainMemory
 from shardwise.planner.memory.executors.setting import MemoryExecutor, MemorySetting
 from shardwise.planner.memory.replay import MemoryRow, Replayed, replay
@@ -327,7 +327,8 @@ class Job:
         # The first step does not know yet with which unit backward begins; its memory is kept.
         saved = self._saved_in_first_step
         const, per_sample = (sum(getattr(line, name) for line in saved.values()) for name in ("const", "per_sample"))
-        return Line(states + const, per_sample)
+        shared = saved_of_root(self.memory_streams, seq=self.spec.seq) if saved else 0
+        return Line(states + const + shared, per_sample)
 
     @cached_property
     def _saved_in_first_step(self) -> Mapping[str, Line]:

@@ -9,7 +9,9 @@ from shardwise.planner.memory.replay import Change, MemoryRow, MoveSaved
 from shardwise.planner.memory.stream_peak import StreamPeak
 from shardwise.planner.trace_order import Key, TracedStep, keys_in_order
 from shardwise.program import StepProgram, Trigger
+from shardwise.spec import ROOT
 from shardwise.spec.law import Line
+from shardwise.spec.step import BEFORE_FORWARD, Act, Stream
 
 
 def memory_rows(
@@ -55,6 +57,27 @@ def saved_by_units(peaks: Sequence[tuple[Key, StreamPeak]], *, plan: Plan) -> di
         for (trigger, unit, _), peak in peaks
         if trigger == Trigger.BEFORE_FORWARD.value and plan.has_activations_on_host(unit)
     }
+
+
+def saved_of_root(streams: Sequence[tuple[Key, Stream]], *, seq: int | None) -> int:
+    """Return the bytes of what the root makes before its units, and these save, for no sample: rotary tables.
+
+    All units save the same ones, so they wait in host memory once; the last unit in backward releases them.
+    """
+    made = {
+        event.ordinal
+        for (trigger, unit, _), stream in streams
+        if (trigger, unit) == (BEFORE_FORWARD, ROOT)
+        for event in stream.events
+    }
+    released = (
+        event.num_bytes.line(seq)
+        for (_, unit, _), stream in streams
+        if unit != ROOT
+        for event in stream.events
+        if event.act is Act.DIED and event.owner == ROOT and event.ordinal in made
+    )
+    return sum(line.const for line in released if not line.per_sample)
 
 
 class _Offload:

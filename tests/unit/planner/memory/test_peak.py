@@ -130,6 +130,14 @@ def test_offloaded_activations_take_less() -> None:
     assert here.reserved_bytes - away.reserved_bytes == pytest.approx(freed, rel=0.1)
 
 
+def test_host_memory_holds_the_inputs_of_units_and_once_what_they_share() -> None:
+    spec = spec_for("llama-3.1-8b", plan := Plan(precision="bf16", recompute="full", offload_activations=True))
+    assert spec.seq is not None
+    inputs = 32 * 2 * spec.seq * 4096 * 2  # blocks, batch, tokens, width, bf16
+    tables = 2 * spec.seq * 64 * 4  # cos and sin of half a head, fp32, for any batch
+    assert estimate(spec, plan=plan, num_ranks=8, batch=2, quick=True).host_bytes == inputs + tables
+
+
 @pytest.mark.parametrize("engine", ["shardwise", "torch"])
 def test_accumulation_holds_gradients_from_pass_to_pass(engine: str) -> None:
     spec = spec_for("gpt2-124m", Plan(precision="bf16", engine=engine))
