@@ -11,7 +11,7 @@ from scenario_rows.runners import Runner, Weights
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.train.config import OptimizerSection
+from shardwise.train.config_sections import OptimizerSection
 from shardwise.train.optimizers import make_optimizer
 
 BITSANDBYTES = "bitsandbytes"

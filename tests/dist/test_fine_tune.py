@@ -11,7 +11,8 @@ import torch
 from ranks import preload, run_ranks
 from torch import nn
 
-from shardwise.train.config import DataSection, TrainConfig
+from shardwise.train.config import TrainConfig
+from shardwise.train.config_sections import DataSection
 
 preload("transformers.models.llama.modeling_llama")
 

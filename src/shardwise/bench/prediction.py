@@ -19,7 +19,8 @@ from shardwise.planner.search.scale import Scaled, scaling
 from shardwise.planner.time.step_time import estimate_time, timeline
 from shardwise.profile.compare import predict_memory
 from shardwise.sources import Source
-from shardwise.train.config import OptimizerSection, TrainConfig
+from shardwise.train.config import TrainConfig
+from shardwise.train.config_sections import OptimizerSection
 from shardwise.train.memory_advice import optimizer_rule
 
 PLANNED_ENGINES = ("shardwise", "captured", "torch")

@@ -1,6 +1,6 @@
 """Training on one rank: `shardwise train CONFIG.toml` and `shardwise.step`. Ranks are started by launch/.
 
-config.py, config_section.py      CONFIG.toml
+config.py, config_section.py, config_sections.py      CONFIG.toml
 rank_run.py                       `train`: join the job, claim the run folder, set up, resume, run the loop
 setup.py, optimizers.py           task, model with its plan, optimizer, data
 loop.py                           `Training`; steps, metrics, evaluations, checkpoints

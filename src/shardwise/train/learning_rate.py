@@ -2,7 +2,7 @@
 
 import math
 
-from shardwise.train.config import ScheduleSection
+from shardwise.train.config_sections import ScheduleSection
 
 
 def lr_at(step: int, *, schedule: ScheduleSection, lr: float, num_steps: int) -> float:

@@ -20,7 +20,8 @@ from shardwise.hardware.device_file import device_like
 from shardwise.hardware.sourced import Sourced
 from shardwise.planner.search.nearest import changed_settings, nearest_fit
 from shardwise.sources import Source
-from shardwise.train.config import OptimizerSection, TrainConfig
+from shardwise.train.config import TrainConfig
+from shardwise.train.config_sections import OptimizerSection
 from shardwise.vocabulary.quantities import bytes_text
 
 if TYPE_CHECKING:

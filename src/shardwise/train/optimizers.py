@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import InvalidModel
 from shardwise.models.muon import MuonWithAdamW, split_off_matrices
-from shardwise.train.config import OptimizerSection
+from shardwise.train.config_sections import OptimizerSection
 
 _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,

@@ -10,7 +10,8 @@ from shardwise.bench.prediction import cluster_here, forecast_of
 from shardwise.errors import InvalidCluster, UnknownName
 from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.memory.states import OPTIMIZERS
-from shardwise.train.config import OptimizerSection, TrainConfig
+from shardwise.train.config import TrainConfig
+from shardwise.train.config_sections import OptimizerSection
 from shardwise.train.memory_advice import optimizer_rule
 
 CONFIG = TrainConfig.from_dict(

@@ -11,7 +11,8 @@ from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape
 from shardwise.spec.block_matrices import block_matrices, is_block_matrix
 from shardwise.tasks import cross_entropy
-from shardwise.train.config import InvalidConfig, OptimizerSection, TrainConfig
+from shardwise.train.config import InvalidConfig, TrainConfig
+from shardwise.train.config_sections import OptimizerSection
 from shardwise.train.optimizers import make_optimizer
 from shardwise.units import model_spec
 

@@ -8,8 +8,9 @@ import pytest
 from shardwise.cli.app import main
 from shardwise.files.keys import reference
 from shardwise.plan import Plan
-from shardwise.train.config import OPTIMIZERS, SECTIONS, TrainConfig, load_config
+from shardwise.train.config import SECTIONS, TrainConfig, load_config
 from shardwise.train.config_section import InvalidConfig
+from shardwise.train.config_sections import OPTIMIZERS
 
 LEAST = """
 [task]
@@ -200,7 +201,7 @@ def test_the_config_of_the_docs_is_one_and_keys_lists_every_key(
 def test_every_optimizer_of_the_config_is_made_with_its_options() -> None:
     from torch import nn
 
-    from shardwise.train.config import OptimizerSection
+    from shardwise.train.config_sections import OptimizerSection
     from shardwise.train.optimizers import make_optimizer
 
     values = {"betas": (0.8, 0.9), "eps": 1e-3, "momentum": 0.5, "nesterov": True, "fused": False}

@@ -1,6 +1,6 @@
 import pytest
 
-from shardwise.train.config import ScheduleSection
+from shardwise.train.config_sections import ScheduleSection
 from shardwise.train.learning_rate import lr_at
 
 

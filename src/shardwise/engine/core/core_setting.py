@@ -6,8 +6,8 @@ import torch
 
 from shardwise.comm.collectives import Collectives
 from shardwise.comm.groups import MeshGroups
-from shardwise.engine.core.flat_buffers import HostMemory
 from shardwise.engine.core.gradient_memory import GradientMemory
+from shardwise.engine.core.host_states import HostMemory
 from shardwise.engine.core.pass_state import PassState
 from shardwise.engine.core.step_events import StepEvents
 from shardwise.engine.core.tape import Tape

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from shardwise.comm.collectives import Collectives, own_slice
 from shardwise.comm.groups import MeshGroups
-from shardwise.engine.core.flat_buffers import FlatBuffers, HostMemory, Owned, cut_pieces, unguarded
+from shardwise.engine.core.flat_buffers import FlatBuffers, Owned, cut_pieces, unguarded
+from shardwise.engine.core.host_states import HostMemory
 from shardwise.plan.placement import SHARDED, Placement
 from shardwise.program.buffers import FlatSpec
 from shardwise.vocabulary.layout import ALIGNMENT, cut_out

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from shardwise.comm.collectives import Collectives, Work, own_slice
 from shardwise.comm.groups import MeshGroups
 from shardwise.comm.issued import CollectiveName
 from shardwise.engine.core.fp8_bytes import Fp8Bytes
+from shardwise.engine.core.host_states import HostMemory
 from shardwise.engine.core.master_writes import MasterWrites
 from shardwise.engine.core.precision import torch_dtype
 from shardwise.plan.placement import SHARDED, Placement
@@ -31,37 +32,6 @@ from shardwise.vocabulary.layout import ALIGNMENT, BufferCut
 _AT_ONCE: AbstractContextManager[None] = nullcontext()
 
 FOR_STATE = CollectiveName("gather for a state dict")
-
-
-class HostMemory(Protocol):
-    """Host memory from and to which the device copies while it computes (offload/transfer.py).
-
-    `keeps_grads`: gradients stay on the device, through which the update passes what it steps.
-    """
-
-    keeps_grads: bool
-
-    def zeros(self, size: int, *, dtype: torch.dtype) -> Tensor: ...
-
-    def loading(self, *, after: Any) -> AbstractContextManager[None]:
-        """Copy from host memory in this block while the device computes; after an update's event, unless None."""
-        ...
-
-    def arrival(self, then: Work | None) -> Work:
-        """Return what is waited for until everything that was loaded so far is there, and `then` is done."""
-        ...
-
-    def settle(self, update: Any) -> None:
-        """Wait until an update has written host memory."""
-        ...
-
-    def fetch(self, source: Tensor) -> Tensor:
-        """Start to copy a tensor of the device; the result may be read after `land`."""
-        ...
-
-    def land(self) -> None:
-        """Wait until everything that was fetched has arrived."""
-        ...
 
 
 @dataclass(slots=True, kw_only=True)
