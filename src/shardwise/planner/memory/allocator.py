@@ -19,24 +19,35 @@ _LEAST_OWN_SEGMENT = 10 * _MIB
 _SEGMENT_ROUND = 2 * _MIB
 # Distance between the addresses of two segments: larger than any segment.
 _SEGMENT_GAP = 2**40
+# Larger than the distance between any two addresses, which are negative.
+_ALL_ADDRESSES = 2**64
 
 
 class MemoryBlock:
-    """A part of a segment; `before` and `after` are its neighbours. While it is free, `entry` is that of its pool."""
+    """A part of a segment; `before` and `after` are its neighbours. While it is free, `key` is that in its pool."""
 
-    __slots__ = ("address", "after", "before", "entry", "pool", "size")
+    __slots__ = ("address", "after", "before", "key", "pool", "size")
 
-    def __init__(self, size: int, pool: "Pool", address: int) -> None:
+    def __init__(self, size: int, pool: "FreeBlocks", address: int) -> None:
         self.size = size
         self.pool = pool
         self.address = address
-        self.entry: tuple[int, int, MemoryBlock] | None = None
+        self.key = 0
         self.before: MemoryBlock | None = None
         self.after: MemoryBlock | None = None
 
 
-Pool = list[tuple[int, int, MemoryBlock]]
-"""The free blocks of a stream, small or large ones, as (size, address, block), sorted."""
+class FreeBlocks:
+    """The free blocks of a stream, small or large ones: `keys` are sorted by size, then by address.
+
+    A key is one number, since numbers are compared faster than tuples: size · 2⁶⁴ + address.
+    """
+
+    __slots__ = ("blocks", "keys")
+
+    def __init__(self) -> None:
+        self.keys: list[int] = []
+        self.blocks: dict[int, MemoryBlock] = {}
 
 
 class CachingAllocator:
@@ -50,61 +61,75 @@ class CachingAllocator:
         self.limit_bytes = limit_bytes
         self.reserved_bytes = self.most_reserved_bytes = 0
         self.allocated_bytes = 0
-        self._num_segments = 0
-        self._free: dict[tuple[str, bool], Pool] = {}
+        self.num_segments = 0
+        self._free: dict[tuple[str, bool], FreeBlocks] = {}
 
     def allocate(self, num_bytes: int, *, stream: str = "") -> MemoryBlock:
         size = -(-num_bytes // _ROUND) * _ROUND or _ROUND
-        name = (stream, size <= SMALL_BYTES)
-        pool = self._free.get(name)
+        is_small = size <= SMALL_BYTES
+        pool = self._free.get((stream, is_small))
         if pool is None:
-            pool = self._free[name] = []
-        place = bisect_left(pool, (size,))
-        block = pool.pop(place)[2] if place < len(pool) else self._segment(segment_bytes(size), pool=pool)
-        block.entry = None
+            pool = self._free[stream, is_small] = FreeBlocks()
+        keys = pool.keys
+        # Addresses are negative, so that this is after all smaller blocks.
+        place = bisect_left(keys, (size - 1) * _ALL_ADDRESSES)
+        if place < len(keys):
+            block = pool.blocks.pop(keys.pop(place))
+            block.key = 0
+        else:
+            block = self._segment(segment_bytes(size), pool=pool)
         left_over = block.size - size
-        if left_over > SMALL_BYTES or (left_over and name[1]):
-            rest = MemoryBlock(left_over, pool, block.address + size)
-            rest.before, rest.after = block, block.after
-            if block.after is not None:
-                block.after.before = rest
+        if left_over > SMALL_BYTES or (left_over and is_small):
+            address = block.address + size
+            rest = MemoryBlock(left_over, pool, address)
+            after = rest.after = block.after
+            rest.before = block
+            if after is not None:
+                after.before = rest
             block.after = rest
             block.size = size
-            rest.entry = (left_over, rest.address, rest)
-            insort(pool, rest.entry)
+            rest.key = key = left_over * _ALL_ADDRESSES + address
+            pool.blocks[key] = rest
+            insort(keys, key)
         self.allocated_bytes += block.size
         return block
 
     def free(self, block: MemoryBlock) -> None:
-        pool, before, after = block.pool, block.before, block.after
-        self.allocated_bytes -= block.size
-        if before is not None and before.entry is not None:
-            del pool[bisect_left(pool, before.entry)]
-            block.size += before.size
+        pool, before, after, size = block.pool, block.before, block.after, block.size
+        keys = pool.keys
+        self.allocated_bytes -= size
+        if before is not None and before.key:
+            del keys[bisect_left(keys, before.key)], pool.blocks[before.key]
+            size += before.size
             block.address = before.address
             block.before = before = before.before
             if before is not None:
                 before.after = block
-        if after is not None and after.entry is not None:
-            del pool[bisect_left(pool, after.entry)]
-            block.size += after.size
+        if after is not None and after.key:
+            del keys[bisect_left(keys, after.key)], pool.blocks[after.key]
+            size += after.size
             block.after = after = after.after
             if after is not None:
                 after.before = block
-        block.entry = (block.size, block.address, block)
-        insort(pool, block.entry)
+        block.size = size
+        block.key = key = size * _ALL_ADDRESSES + block.address
+        pool.blocks[key] = block
+        insort(keys, key)
 
-    def _segment(self, size: int, *, pool: Pool) -> MemoryBlock:
+    def _segment(self, size: int, *, pool: FreeBlocks) -> MemoryBlock:
         """Reserve a new segment, if necessary beyond the limit after giving back free segments."""
         if self.limit_bytes is not None and self.reserved_bytes + size > self.limit_bytes:
             for one in self._free.values():
-                kept = [item for item in one if item[2].before is not None or item[2].after is not None]
-                self.reserved_bytes -= sum(item[0] for item in one) - sum(item[0] for item in kept)
-                one[:] = kept
+                for key in one.keys.copy():
+                    block = one.blocks[key]
+                    if block.before is None and block.after is None:
+                        self.reserved_bytes -= block.size
+                        one.keys.remove(key)
+                        del one.blocks[key]
         self.reserved_bytes += size
         self.most_reserved_bytes = max(self.most_reserved_bytes, self.reserved_bytes)
-        self._num_segments += 1
-        return MemoryBlock(size, pool, -self._num_segments * _SEGMENT_GAP)
+        self.num_segments += 1
+        return MemoryBlock(size, pool, -self.num_segments * _SEGMENT_GAP)
 
 
 def segment_bytes(size: int) -> int:

@@ -27,6 +27,9 @@ from shardwise.vocabulary.categories import CATEGORIES
 HeldBlocks = dict[int, tuple[MemoryBlock | None, int]]
 """Slot → its block (None for small allocations) and its size."""
 
+SizedEntry = tuple[int, int | None, str]
+"""(slot, bytes, stream) of an allocation; (slot, None, "") of a release."""
+
 # Longer runs of equal units are cut to these lengths.
 _LENGTHS = (28, 40)
 
@@ -74,7 +77,6 @@ def _run(job: Job, *, batch: int, limit_bytes: int | None = None, made_on_device
     for size in _sizes_before(job, batch=batch):
         run.allocate(size, "first" if job.plan.captures else "")
     run.free_all(made)
-    entries = job.ledger.entries
     if job.plan.captures_units:
         # Before graphs are recorded, the state is moved and unused memory given back.
         run.allocate_moments(job)
@@ -84,11 +86,7 @@ def _run(job: Job, *, batch: int, limit_bytes: int | None = None, made_on_device
         run.free_all({0: (run.allocate(num_bytes, UNIT_GRAPHS), num_bytes)})
     else:
         _first_step(run, job)
-        run.free_all(run.replay(entries, {}))
-    for size in [size for states in job.states.values() for size in states.samples]:
-        run.allocate(size, "samples")
-    run.peak = 0
-    run.free_all(run.replay(entries, {}))
+    _later_steps(run, job)
     small = -(-run.most_small // SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES
     return Reserved(reserved_bytes=run.allocator.most_reserved_bytes + small, slack_bytes=run.slack_at_peak)
 
@@ -98,13 +96,33 @@ def _first_step(run: "_Run", job: Job) -> None:
     from its first product on), and the moments.
     """
     workspace = job.rules.workspace_bytes // 2
-    forward, backward, after = job.first_ledger.parts()
+    forward, backward, after = (run.sized(part) for part in job.first_ledger.parts())
     run.allocate(workspace)
     held = run.replay(forward, {})
     run.allocate(workspace)
     held = run.replay(backward, held)
     run.allocate_moments(job)
     run.free_all(run.replay(after, held))
+
+
+def _later_steps(run: "_Run", job: Job) -> None:
+    """Run the second step and the third; graphs of units are recorded after the second, in which nothing is new.
+
+    A step frees all that it allocates. One that needed no new segment leaves the allocator as it was before, so that
+    the next one would be the same.
+    """
+    step = run.sized(job.ledger.entries)
+    samples = [size for states in job.states.values() for size in states.samples]
+    if not job.plan.captures_units:
+        num_segments = run.allocator.num_segments
+        run.peak = 0
+        run.free_all(run.replay(step, {}))
+        if run.allocator.num_segments == num_segments and not samples:
+            return
+    for size in samples:
+        run.allocate(size, "samples")
+    run.peak = 0
+    run.free_all(run.replay(step, {}))
 
 
 def _sizes_before(job: Job, *, batch: int) -> list[int]:
@@ -121,7 +139,7 @@ class _Run:
         self.batch = batch
         self.allocator = CachingAllocator(limit_bytes=limit_bytes)
         self.small = self.most_small = 0
-        self.peak = self.slack = self.slack_at_peak = 0
+        self.requested = self.peak = self.slack_at_peak = 0
 
     def allocate(self, num_bytes: int, stream: str = "") -> MemoryBlock | None:
         if num_bytes <= SMALL_BYTES:
@@ -130,10 +148,10 @@ class _Run:
                 self.most_small = self.small
             return None
         block = self.allocator.allocate(num_bytes, stream=stream)
-        self.slack += block.size - num_bytes
+        self.requested += num_bytes
         if self.allocator.allocated_bytes > self.peak:
             self.peak = self.allocator.allocated_bytes
-            self.slack_at_peak = self.slack
+            self.slack_at_peak = self.peak - self.requested
         return block
 
     def allocate_moments(self, job: Job) -> None:
@@ -141,15 +159,19 @@ class _Run:
         for size in [*(size for states in job.states.values() for size in states.moments), *job.owned_moments]:
             self.allocate(size)
 
-    def replay(self, entries: Sequence[AllocationEntry], held: HeldBlocks) -> HeldBlocks:
-        """Run entries of a step, starting with the blocks that earlier ones hold; return those held afterwards."""
+    def sized(self, entries: Sequence[AllocationEntry]) -> list[SizedEntry]:
+        """Return entries with their sizes at this batch."""
         batch = self.batch
-        for slot, size, stream in entries:
-            if size is not None:
-                num_bytes = size.at(batch)
-                held[slot] = self.allocate(num_bytes, stream), num_bytes
+        return [(slot, None if size is None else size.at(batch), stream) for slot, size, stream in entries]
+
+    def replay(self, entries: Sequence[SizedEntry], held: HeldBlocks) -> HeldBlocks:
+        """Run entries of a step, starting with the blocks that earlier ones hold; return those held afterwards."""
+        allocate, free = self.allocate, self._free
+        for slot, num_bytes, stream in entries:
+            if num_bytes is not None:
+                held[slot] = allocate(num_bytes, stream), num_bytes
             elif slot in held:
-                self._free(*held.pop(slot))
+                free(*held.pop(slot))
         return held
 
     def free_all(self, held: HeldBlocks) -> None:
@@ -160,5 +182,5 @@ class _Run:
         if block is None:
             self.small -= num_bytes
         else:
-            self.slack -= block.size - num_bytes
+            self.requested -= num_bytes
             self.allocator.free(block)

@@ -90,11 +90,10 @@ def test_no_byte_is_lost_or_handed_out_twice() -> None:
             allocator.free(held.pop(numbers.randrange(len(held))))
         else:
             held.append(allocator.allocate(numbers.choice((700, 300_000, 3 * MIB, 17 * MIB, 90 * MIB))))
-        free = sum(size for pool in allocator._free.values() for size, _, _ in pool)
+        free = sum(block.size for pool in allocator._free.values() for block in pool.blocks.values())
         assert allocator.allocated_bytes == sum(block.size for block in held)
         assert allocator.allocated_bytes + free == allocator.reserved_bytes
     for block in held:
         allocator.free(block)
-    assert all(
-        block.before is None and block.after is None for pool in allocator._free.values() for _, _, block in pool
-    )
+    free_blocks = [block for pool in allocator._free.values() for block in pool.blocks.values()]
+    assert all(block.before is None and block.after is None for block in free_blocks)
