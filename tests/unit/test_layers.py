@@ -131,9 +131,14 @@ def imports_of(tree: ast.AST, known: dict[str, Path]) -> set[str]:
             found |= {name if name in known else str(node.module) for name in full}
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
+        elif isinstance(node, ast.Call) and last_name(node.func) in ("import_module", "__import__"):
             found |= names_in(node, known)
     return found & known.keys()
+
+
+def last_name(node: ast.expr) -> str:
+    """`import_module` of `importlib.import_module` and of `import_module`."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
 def names_in(tree: ast.AST, known: dict[str, Path]) -> set[str]:
@@ -142,12 +147,18 @@ def names_in(tree: ast.AST, known: dict[str, Path]) -> set[str]:
     return {string.rstrip(".") for string in strings} & known.keys()
 
 
+@cache
+def imported_and_named(source: str) -> tuple[set[str], set[str]]:
+    """The modules that a file imports, and those that it names in a string."""
+    known, tree = modules(), ast.parse(source)
+    return imports_of(tree, known), names_in(tree, known)
+
+
 def upward(source: str, *, row: int) -> set[str]:
     """The modules above a row that a file of it imports or names."""
-    known, tree = modules(), ast.parse(source)
+    imported, named = imported_and_named(source)
     # In a string, "shardwise" is the engine's name as well.
-    named = imports_of(tree, known) | names_in(tree, known) - {"shardwise"}
-    return {name for name in named if row_of(f"{name}.__init__".split(".")[1]) > row}
+    return {name for name in imported | named - {"shardwise"} if row_of(f"{name}.__init__".split(".")[1]) > row}
 
 
 def test_every_import_goes_downward() -> None:
@@ -199,7 +210,7 @@ def cycle(graph: dict[str, set[str]]) -> list[str]:
 
 def test_no_file_and_no_room_is_part_of_a_circle_of_imports() -> None:
     known = modules()
-    files = {name: imports_of(ast.parse(path.read_text()), known) for name, path in known.items()}
+    files = {name: imported_and_named(path.read_text())[0] for name, path in known.items()}
     assert cycle(files) == []
     rooms: dict[str, set[str]] = {}
     for name, others in files.items():

@@ -35,9 +35,10 @@ def test_a_runner_takes_at_most_six_arguments() -> None:
 def test_nothing_outside_the_core_reads_a_runners_attributes() -> None:
     """Neither by its class nor by the attribute under which the core keeps it."""
     for path in SOURCE.rglob("*.py"):
-        if path.is_relative_to(CORE):
+        text = path.read_text()
+        if path.is_relative_to(CORE) or "runner" not in text.lower():
             continue
-        tree = ast.parse(path.read_text())
+        tree = ast.parse(text)
         imported = [alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names]
         assert "Runner" not in imported, path
         attributes = [node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
