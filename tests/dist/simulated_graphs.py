@@ -36,7 +36,8 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.operations: list[tuple[Any, Any, Any, Any]] = []
+        # (function, arguments, options, the tensors among both, results)
+        self.operations: list[tuple[Any, Any, Any, tuple[Tensor, ...], list[Any]]] = []
         self._made: set[int] = set()
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -53,7 +54,8 @@ class _Recorder(TorchDispatchMode):
             # It is computed with here, and indices must be valid.
             outputs.zero_()
         elif func.overloadpacket.__name__ not in _FORMS:
-            self.operations.append((func, *given, tree_map_only(Tensor, Tensor.detach, outputs)))
+            tensors = tuple(leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor))
+            self.operations.append((func, *given, tensors, tree_leaves(tree_map_only(Tensor, Tensor.detach, outputs))))
         return outputs
 
     @torch.no_grad()
@@ -70,12 +72,11 @@ class SimulatedGraph:
 
     @torch.no_grad()
     def replay(self) -> None:
-        for func, args, kwargs, outputs in self.operations:
-            tensors = tuple(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        for func, args, kwargs, tensors, outputs in self.operations:
             # Autograd does not see a graph write.
             with torch.autograd._unsafe_preserve_version_counter(tensors):
                 found = func(*args, **kwargs)
-            for old, new in zip(tree_leaves(outputs), tree_leaves(found), strict=True):
+            for old, new in zip(outputs, (found,) if isinstance(found, Tensor) else tree_leaves(found), strict=True):
                 if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr() and 0 not in old.stride():
                     old.data.copy_(new)
         for tensor in self.poisoned:
