@@ -4,6 +4,7 @@ import gc
 import os
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +26,10 @@ torch.set_num_threads(1)
 # As in ranks.py: a CPU without bf16 turns oneDNN off at its first product in bf16, so that a test in fp32 would depend on
 # those before it.
 torch._C._set_mkldnn_enabled(False)
+
+# Processes that tests start begin with tests/started/sitecustomize.py.
+_STARTED = str(Path(__file__).parent / "started")
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), _STARTED)))
 
 # What one test has traced is for the others of this run as well, also in other processes, but not for the next run.
 _CACHE = tempfile.TemporaryDirectory(prefix="shardwise-cache-")

@@ -225,6 +225,8 @@ atexit.register(shut_down)
 # From here on: the worker's side.
 def _serve(rank: int, num_ranks: int, folder: str, pipe: Connection) -> None:
     """Join the job, then run bodies until this process is killed or the other end of the pipe is gone."""
+    # Python's own, as in a rank of a user (tests/started/sitecustomize.py has set another).
+    gc.set_threshold(700, 10, 10)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # As in a rank of a user: the workers of a data loader, started by a fork server, would outlive this process.
     multiprocessing.set_start_method("fork", force=True)
