@@ -416,6 +416,19 @@ def test_tiled_modules_need_less_memory(capfd: pytest.CaptureFixture[str]) -> No
         assert message in capfd.readouterr().err
 
 
+def test_adapters_have_little_state_and_a_base_in_four_bits_is_smaller(capfd: pytest.CaptureFixture[str]) -> None:
+    options = ("llama-tiny", "--cluster", "2xh100-80gb", "--strategy", "ddp", "--micro-batch", "1")
+    adapters = ("--lora", "4", "--lora-targets", "q")
+    full, adapted, packed = (
+        as_json(capfd, *options, *more)["candidates"][0]["breakdown_bytes"]
+        for more in ((), adapters, (*adapters, "--quantize", "nf4"))
+    )
+    assert packed["optim"] == adapted["optim"] < 0.05 * full["optim"]
+    assert packed["params"] < 0.6 * adapted["params"]
+    assert run(*options, "--quantize", "nf4") == 2
+    assert "needs --lora RANK" in capfd.readouterr().err
+
+
 def test_an_assumed_fabric_is_named_and_widens_the_band(capfd: pytest.CaptureFixture[str]) -> None:
     options = ("llama-2-7b", "--strategy", "fsdp", "--mesh", "1x64", "--seq", "2048", "--micro-batch", "1")
     assumed = as_json(capfd, *options, "--cluster", "8x8xa100-80gb")
