@@ -27,9 +27,11 @@ torch.set_num_threads(1)
 # those before it.
 torch._C._set_mkldnn_enabled(False)
 
-# Processes that tests start begin with tests/started/sitecustomize.py.
-_STARTED = str(Path(__file__).parent / "started")
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), _STARTED)))
+# Processes that tests start begin with tests/started/sitecustomize.py; not where they measure a GPU's memory, which cycles
+# of references would hold for longer.
+if not torch.cuda.is_available():
+    _STARTED = str(Path(__file__).parent / "started")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), _STARTED)))
 
 # What one test has traced is for the others of this run as well, also in other processes, but not for the next run.
 _CACHE = tempfile.TemporaryDirectory(prefix="shardwise-cache-")
