@@ -7,7 +7,7 @@ n-th of the effect of changing all.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import chain, combinations
 from math import inf
 from typing import NamedTuple
 
@@ -55,8 +55,9 @@ class Climb:
         best, seen, num_idle = beam[0], set(beam), 0
         most_replays = self.costs.num_replays + _MOST_REPLAYS
         while beam and num_idle <= patience and self.costs.num_replays < most_replays:
-            changed = {one for dial in beam for one in self._changes(dial)} - seen
-            seen |= changed
+            # In order: that of a set differs from process to process, and of equal dials the first is taken.
+            changed = [one for one in dict.fromkeys(chain(*map(self._changes, beam))) if one not in seen]
+            seen.update(changed)
             fitting = [dial for dial in changed if self.score(dial) > -inf]
             beam = sorted(fitting, key=self.score, reverse=True)[:width]
             if not beam or self.score(beam[0]) <= self.score(best):
