@@ -1,7 +1,8 @@
 """The memory that the caching allocator reserves for a plan: its steps run through the allocator's model.
 
 The optimizer's state is allocated in the first step, in memory that the first backward has freed; so three steps are
-run. The first one gathers in another order (program/rules/learning.py), which decides where that state is placed.
+run, or two if the third would be the same. The first one gathers in another order (program/rules/learning.py), which
+decides where that state is placed.
 
 Of many equal units a moderate number is run; each further one is assumed to add the same.
 
@@ -106,7 +107,7 @@ def _first_step(run: "_Run", job: Job) -> None:
 
 
 def _later_steps(run: "_Run", job: Job) -> None:
-    """Run the second step and the third; graphs of units are recorded after the second, in which nothing is new.
+    """Run the second step and the third; where units are graphs, one step with their memory.
 
     A step frees all that it allocates. One that needed no new segment leaves the allocator as it was before, so that
     the next one would be the same.
