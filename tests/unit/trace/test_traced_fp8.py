@@ -23,7 +23,7 @@ from shardwise.units import model_spec
 
 MEASURED = Path(__file__).parents[3] / "benchmarks" / "results" / "fp8_h200.json"
 SHAPE = LlamaShape(
-    num_layers=2, width=128, num_heads=4, num_kv_heads=2, ffn_width=256, vocab_size=256, max_seq=64, vocab_multiple=1
+    num_layers=3, width=128, num_heads=4, num_kv_heads=2, ffn_width=256, vocab_size=256, max_seq=64, vocab_multiple=1
 )
 FP8 = {"precision": "fp8", "fp8_min_features": 64}
 
