@@ -407,6 +407,8 @@ def main() -> None:
     if given.choose:
         choose(given.cases, ways=given.ways)
         return
+    if stored_plans():
+        print(f"plans of {PLANS.name}, as --choose found them; delete it after a change of the planner", flush=True)
     ways = {case: given.ways or CASES[case].ways for case in given.cases}
     names = [
         f"{case}|{way}"

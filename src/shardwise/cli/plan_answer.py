@@ -171,9 +171,9 @@ def _captured(question: PlanQuestion, best: Candidate | None, *, capture: str) -
 def _compiled(question: PlanQuestion, best: Candidate | None) -> Candidate | None:
     """Return the solver's plan with compiled units, if that is clearly faster.
 
-    The solver compiles only on request, because compiled units round differently. Of long sequences in tiles, compiled
-    code is not traced for a hint: that takes longer than everything else, and attention, which it leaves alone, most of
-    the step.
+    The solver compiles only on request, because compiled units round differently. Plans with tiles get no such hint:
+    tracing compiled tiles takes longer than the whole search, and most of such a step is attention, which compiling
+    does not change.
     """
     if best is None or best.label != AUTO or question.plan.compile != "none" or best.cluster.device.name == "cpu":
         return None

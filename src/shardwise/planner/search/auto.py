@@ -51,15 +51,15 @@ def solve_plan(spec_for: SpecFor, *, request: AutoRequest) -> Solved:
     if request.plan.update == AUTO:
         by_step = with_settings(request, update="step")
         in_backward = with_settings(request, update="backward") if may_update_in_backward(request) else None
-        return _or_faster(lambda: solve_plan(spec_for, request=by_step), spec_for=spec_for, other=in_backward)
+        return _or_better(lambda: solve_plan(spec_for, request=by_step), spec_for=spec_for, other=in_backward)
     costs = costs_of(spec_for, request=request)
     tiles = tiles_of(costs.spec, plan=request.plan)
     tiled = with_settings(request, tile=tiles) if tiles else None
-    return _or_faster(lambda: solve_for(costs, request=request), spec_for=spec_for, other=tiled)
+    return _or_better(lambda: solve_for(costs, request=request), spec_for=spec_for, other=tiled)
 
 
-def _or_faster(solve: Callable[[], Solved], *, spec_for: SpecFor, other: AutoRequest | None) -> Solved:
-    """Return what `solve` finds; where that leaves memory short, the other request's answer if it is faster."""
+def _or_better(solve: Callable[[], Solved], *, spec_for: SpecFor, other: AutoRequest | None) -> Solved:
+    """Return what `solve` finds; where that leaves memory short, the other request's answer if it is better."""
     try:
         found = solve()
     except NoPlanFits:
@@ -68,8 +68,13 @@ def _or_faster(solve: Callable[[], Solved], *, spec_for: SpecFor, other: AutoReq
         return solve_plan(spec_for, request=other)
     if other is not None and (uses_host(found.candidate.plan) or _recomputes_units(found.candidate.plan)):
         with suppress(NoPlanFits):
-            return max(found, solve_plan(spec_for, request=other), key=lambda one: one.candidate.samples_per_s)
+            return max(found, solve_plan(spec_for, request=other), key=lambda one: _merit(one, goal=other.goal))
     return found
+
+
+def _merit(solved: Solved, *, goal: str) -> float:
+    found = solved.candidate
+    return found.samples_per_s if goal == "throughput" else -found.memory.device_bytes
 
 
 def _recomputes_units(plan: Plan) -> bool:

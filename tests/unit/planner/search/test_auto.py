@@ -200,6 +200,11 @@ def test_states_are_updated_inside_backward_where_that_is_left_to_the_solver_and
     found = solve(spec, "2xh100-80gb", budget_bytes=45 * GIBI, plan=either, quick=True).candidate
     assert found.plan.update == "backward"
     assert found.samples_per_s == speed("backward") > 1.1 * speed("step")
+    by_step, smallest = (
+        solve(spec, "2xh100-80gb", plan=replace(either, update=update), goal="memory", quick=True).candidate.memory
+        for update in ("step", "auto")
+    )
+    assert smallest.device_bytes < by_step.device_bytes
     # Memory is not short; what one rank owns is stepped whole; fp16 needs its scaler.
     roomy = solve(spec, "8xh100-80gb", plan=either, quick=True).candidate
     assert roomy.plan.update == "step"
