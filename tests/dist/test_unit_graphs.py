@@ -18,6 +18,10 @@ from shardwise.plan import Plan
 
 STRATEGIES = ("ddp", "zero2", "shard_grad_op", "fsdp")
 
+# Calls that are replayed at least. Without accidents it is 0.24 in the worst loop, "dropped"; but a thread of Gloo may hold
+# a gradient until the next pass begins, and then everything is recorded again, without gradients: 0.16 at least.
+REPLAYED = 0.1
+
 
 def run(
     rank: int,
@@ -61,7 +65,7 @@ def compared(rank: int, loop: str, options: dict[str, Any], model_options: dict[
 @pytest.mark.parametrize(("loop", "strategy"), in_turn(sorted(LOOPS), "fsdp", "ddp", every=STRATEGIES))
 def test_a_loop_with_unit_graphs_has_the_bits_of_the_same_loop_without(loop: str, strategy: str) -> None:
     for num_calls, num_replayed in run_ranks(compared, num_ranks=2, args=(loop, {"strategy": strategy}, {})):
-        assert num_replayed > num_calls / 5, (num_calls, num_replayed)
+        assert num_replayed > num_calls * REPLAYED, (num_calls, num_replayed)
 
 
 def gradients_in_graph_memory(rank: int, strategy: str) -> list[bool]:
@@ -108,7 +112,7 @@ def test_it_has_under_other_plans(name: str) -> None:
     for num_calls, num_replayed in run_ranks(
         compared, num_ranks=2, args=("plain", PLANS[name], {"dropout": 0.0 if name == "selective" else 0.1})
     ):
-        assert num_replayed > num_calls / 5, (num_calls, num_replayed)
+        assert num_replayed > num_calls * REPLAYED, (num_calls, num_replayed)
 
 
 def compared_in_float64(rank: int, strategy: str) -> float:
