@@ -9,6 +9,7 @@ The link to host memory has two queues: `host`, of updates and of what backward 
 next. Both share its speed.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -67,10 +68,12 @@ class Queues:
     slowed      additional seconds of the device because the wire was busy
     slowdown    relative increase of compute time while the wire is busy
     is_host     the CPU is the device
+    lead        seconds by which the CPU can be ahead of a device that waits: then its queue is full
     """
 
     slowdown: float
     is_host: bool = False
+    lead: float = math.inf
     cpu: float = 0.0
     compute: float = 0.0
     wire: float = 0.0
@@ -87,7 +90,7 @@ class Queues:
     def run(self, instructions: Sequence[Instruction], works: Sequence[WorkSeconds]) -> None:
         # Local variables, because this is the planner's hottest loop.
         cpu, compute, wire, fabric, host, loads, exposed, sent, slowed = self.now()
-        slowdown, is_host, ends, spans = self.slowdown, self.is_host, self.ends, self.spans
+        slowdown, is_host, lead, ends, spans = self.slowdown, self.is_host, self.lead, self.ends, self.spans
         for what, name, number, launch, seconds in instructions:
             if what == COMPUTE:
                 launch, kernel, span = works[number]
@@ -125,6 +128,8 @@ class Queues:
                 cpu += launch
                 # In the first step there was no previous step to send it.
                 end = ends.pop(name, 0.0)
+                if end - lead > cpu:
+                    cpu = end - lead
                 if end > compute:
                     exposed += end - (compute if compute > cpu else cpu) if end > cpu else 0.0
                     compute = end

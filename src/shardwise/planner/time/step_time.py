@@ -1,5 +1,6 @@
 """`estimate_time`: predicts the time of a step of a plan on a cluster, without running it."""
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -22,6 +23,10 @@ from shardwise.spec.step import IN_UNIT
 from shardwise.vocabulary.span import Span
 
 _FAR_AHEAD = 1e6
+# Kernels that a CPU can issue while the device waits; the next launch then waits too.
+_MOST_ISSUED = 1024
+# Steps after which each is like the one before it.
+_STEPS_UNTIL_STEADY = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +197,8 @@ def _steady(prepared: _Prepared, *, batch: int, records: bool = False) -> tuple[
 
     Nothing that the CPU issues waits for the device, so over many steps the CPU gets ahead as far as it can, and a step
     takes as long as the slower of the two: the device with a CPU far ahead, or the CPU. A CPU that updates states
-    itself is never ahead.
+    itself is never ahead. Nor is one that issues single kernels while the device waits for host memory: the CPU's time
+    and the waits add up, except for the kernels that fit into the device's queue.
     """
     works, plan = _works(prepared, batch=batch), prepared.job.plan
     waits = bool(plan.offload_states) and plan.offload_update == "host"
@@ -205,21 +211,40 @@ def _steady(prepared: _Prepared, *, batch: int, records: bool = False) -> tuple[
         return queues, queues.cpu, queues.cpu
     queues = _queues(prepared, works, cpu=-_FAR_AHEAD, records=records)
     device_seconds, cpu_seconds = queues.compute, queues.cpu + _FAR_AHEAD
+    lead = _lead(prepared, works)
+    if lead < cpu_seconds:
+        queues = _queues(prepared, works, cpu=0.0, lead=lead, records=records)
+        return queues, queues.compute, cpu_seconds
     if cpu_seconds > device_seconds:
         # Communication is hidden behind the CPU's time too.
         queues = _queues(prepared, works, cpu=0.0, records=records)
     return queues, max(device_seconds, cpu_seconds), cpu_seconds
 
 
-def _queues(prepared: _Prepared, works: list[WorkSeconds], *, cpu: float, records: bool = False) -> Queues:
-    """Run one step from time 0, with what the previous step left on the wire."""
+def _lead(prepared: _Prepared, works: list[WorkSeconds]) -> float:
+    """Return the seconds by which the CPU can be ahead of a device that waits for host memory."""
+    plan, pieces = prepared.job.plan, prepared.pieces.pieces
+    if not (plan.offload_states or plan.offload_activations) or plan.captures or plan.captures_units:
+        return math.inf
+    launch = sum(work.launch for work, _ in zip(works, pieces, strict=False))
+    return _MOST_ISSUED * launch / sum(len(piece.stream.ops) for piece in pieces)
+
+
+def _queues(
+    prepared: _Prepared, works: list[WorkSeconds], *, cpu: float, lead: float = math.inf, records: bool = False
+) -> Queues:
+    """Run one step from time 0, with what the previous step left on the wire and in the queue of host memory."""
     is_host = prepared.cluster.device.torch_type == "cpu"
-    queues = Queues(slowdown=HOST_SLOWDOWN if is_host else SLOWDOWN, is_host=is_host, cpu=cpu)
+    queues = Queues(slowdown=HOST_SLOWDOWN if is_host else SLOWDOWN, is_host=is_host, cpu=cpu, lead=lead)
     if prepared.schedule.update:
         queues.run(prepared.schedule.update, works)
         queues.restart(cpu=cpu)
+    plan, is_limited = prepared.job.plan, lead < math.inf
+    for _ in range(_STEPS_UNTIL_STEADY if is_limited else bool(plan.offload_states) and plan.updates_in_backward):
+        _run_step(queues, schedule=prepared.schedule, works=works, plan=plan)
+        queues.restart(cpu=queues.cpu - queues.compute if is_limited else cpu)
     queues.spans = [] if records else None
-    _run_step(queues, schedule=prepared.schedule, works=works, plan=prepared.job.plan)
+    _run_step(queues, schedule=prepared.schedule, works=works, plan=plan)
     return queues
 
 

@@ -51,6 +51,14 @@ def test_small_kernels_wait_for_the_cpu() -> None:
     assert (queues.cpu, queues.compute) == (800.0, 804.0)
 
 
+def test_a_cpu_is_ahead_of_a_device_that_waits_by_what_its_queue_holds() -> None:
+    queues = Queues(slowdown=0.0, lead=2.0)
+    wait = [Instruction(SEND, "gather a", seconds=10.0), Instruction(WAIT, "gather a")]
+    queues.run([*wait, *[Instruction(COMPUTE, "forward a")] * 5], [(1.0, 0.1, 1.1)])
+    # By second 10 two of five are issued.
+    assert (queues.cpu, queues.compute) == (13.0, pytest.approx(13.1))
+
+
 def test_waiting_behind_a_slow_cpu_is_not_exposed_communication() -> None:
     queues = run(Instruction(SEND, "gather a", seconds=1.0), Instruction(WAIT, "gather a", launch=2.0))
     assert queues.exposed == 0.0
