@@ -8,7 +8,7 @@ python benchmarks/recovery.py --cost h200           the same of Llama-1B on one 
 A kill is a SIGKILL of a random rank: at any moment, while a snapshot is taken, or while a checkpoint is written. The
 end must be bit-equal to that of a run that was left alone. Each kill is measured from the signal to the line "Resuming
 after step", after which the next step begins; steps computed again are those between that step and the last one in
-metrics.jsonl. Kills begin when the launcher has its warm process.
+metrics.jsonl.
 """
 
 import argparse
@@ -20,7 +20,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -68,24 +67,6 @@ def records(run: Run) -> set[str]:
     return {path.name for path in Path("/dev/shm", f"shardwise-{key_in(run.folder)}").glob("*.own.json")}
 
 
-def is_warm(run: Run) -> bool:
-    """Return whether the launcher's warm process sleeps, having imported everything."""
-    for child in Path(f"/proc/{run.launcher.pid}/task/{run.launcher.pid}/children").read_text().split():
-        with suppress(OSError):
-            if b"warm_process" in Path(f"/proc/{child}/cmdline").read_bytes():
-                return b"libtorch_python" in Path(f"/proc/{child}/maps").read_bytes() and _idle(child)
-    return False
-
-
-def _idle(process: str) -> bool:
-    def used() -> int:
-        return sum(map(int, Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[11:13]))
-
-    before = used()
-    time.sleep(0.3)
-    return used() == before
-
-
 def kill_once(run: Run, *, chance: random.Random) -> Kill | None:
     """Kill a rank and wait until it is made up for; None if the run has ended before."""
     (moment,) = chance.choices(list(MOMENTS), list(MOMENTS.values()))
@@ -123,7 +104,6 @@ def killed(num_kills: int, *, folder: Path, chance: random.Random, epochs: int =
     done: list[Kill] = []
     while len(done) < num_kills:
         with running(_JOB, config=config, folder=folder / f"run-{len(done)}", pass_seconds=0.15) as run:
-            wait_for(lambda: is_warm(run), run, what="the warm process")
             while len(done) < num_kills and (kill := kill_once(run, chance=chance)) is not None:
                 done.append(kill)
                 print(f"  {kill}", flush=True)

@@ -3,14 +3,12 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from time import monotonic, sleep
 from typing import Any
 
 import pytest
 from hosts import Host, NoNamespaces, two_hosts
 from ranks import shut_down
 
-from shardwise.comm.job_environment import WARM
 from shardwise.launch.agent import Agent
 from shardwise.launch.warm_start import WarmStart
 
@@ -35,22 +33,17 @@ def hosts(tmp_path: Path) -> Iterator[tuple[Host, Host]]:
 def _imported() -> Iterator[WarmStart]:
     """A process that has imported all that a rank of `shardwise train` needs."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(WARM, "0")
         # Tasks of tests import from this folder.
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-        warm, deadline = WarmStart(("shardwise.train.rank_run",), num_threads="1"), monotonic() + 60
-    while not warm.is_ready:
-        assert monotonic() < deadline, "it does not get ready"
-        sleep(0.01)
+        warm = WarmStart(("shardwise.train.rank_run",), num_threads="1")
+    assert warm.is_ready()
     yield warm
     warm.close()
 
 
 @pytest.fixture(scope="module")
 def forked_ranks(_imported: WarmStart) -> Iterator[None]:
-    """Launchers in this process fork ranks at every start, as they usually do at a later one: a new interpreter imports
-    for seconds.
-    """
+    """Launchers in this process fork ranks from one that all of them share, instead of one each, which imports for seconds."""
     init = Agent.__init__
 
     def with_warm(self: Agent, *args: Any, **options: Any) -> None:

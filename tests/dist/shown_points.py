@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from processes import left_with
+from processes import left_with, ranks_left
 
 from shardwise.launch.launch import launch
 
@@ -75,5 +75,6 @@ def check_ended(point: str, folder: Path, *, code: int, errors: str) -> None:
     assert code == shown.code
     assert seconds < 10.0
     assert left_with(f"POINT_FOLDER={folder}") == []
+    assert ranks_left() == []
     if shown.code == 2 and not shown.below:
         assert errors.count("\n") == 1, "a user's mistake is one line"

@@ -21,6 +21,8 @@ from whole import whole
 from shardwise.launch.agent import JobFailed, JobStopped
 from shardwise.launch.launch import InvalidFolder, launch, run_job
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 HERE = Path(__file__).parent
 LIGHT, JOINS = str(HERE / "light.py"), str(HERE / "joins.py")
 
@@ -60,13 +62,6 @@ def signalled(*numbers: int, folder: Path) -> Iterator[None]:
 
 
 class TestOutput:
-    def test_rank_0_speaks_on_the_terminal_and_the_others_in_their_logs(
-        self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-    ) -> None:
-        assert run_light("ends", tmp_path) == 0
-        assert capfd.readouterr() == ("rank 0 speaks\n", "")
-        assert "rank 1 speaks" in (tmp_path / "run/logs/rank-1.txt").read_text()
-
     def test_words_of_a_command_reach_the_ranks_as_they_are(self, tmp_path: Path) -> None:
         odd = tmp_path / "a $$ ${local_rank} 'b"
         odd.mkdir()

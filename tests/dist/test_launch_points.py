@@ -8,6 +8,8 @@ from whole import whole
 
 from reliability.said import say
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 # Each waits for what does not come.
 SLOW = ("sticks_in_a_handler", "leaves_a_daemon")
 

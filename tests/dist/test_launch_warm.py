@@ -1,4 +1,4 @@
-"""Ranks that are started again are forked from a process that has imported everything; they are ranks like any other."""
+"""Ranks are forked from a process that has imported everything; they are ranks like any other."""
 
 import json
 import os
@@ -9,22 +9,23 @@ from pathlib import Path
 import pytest
 from processes import left_with
 
-from shardwise.comm.job_environment import WARM
+from shardwise.launch.launch import launch
 
 PROGRAM = Path(__file__).with_name("warmed.py")
+LIGHT = Path(__file__).with_name("light.py")
 Job = tuple[Path, subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """A job that is started again until its ranks are forked, and then fails: its folder, and how it ended."""
+    """A job that is started again once, and then fails: its folder, and how it ended."""
     folder = tmp_path_factory.mktemp("warm")
     code = (
         "import sys; from pathlib import Path; from shardwise.launch.launch import launch;"
-        f"sys.exit(launch({[str(folder), 'one', '$two', 'fail']!r}, num_ranks=2, max_restarts=100,"
+        f"sys.exit(launch({[str(folder), 'one', '$two', 'fail']!r}, num_ranks=2, max_restarts=2,"
         f"folder=Path({str(folder)!r}), program={str(PROGRAM)!r}))"
     )
-    environment = os.environ | {WARM: "0", "TMPDIR": str(folder)}
+    environment = os.environ | {"TMPDIR": str(folder)}
     return folder, subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=100
     )
@@ -33,9 +34,10 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
 @pytest.mark.timeout(120)
 def test_a_forked_rank_is_a_child_of_the_launcher_with_its_own_group_and_random_numbers(job: Job) -> None:
     folder, done = job
-    assert "rank 1 failed first: the process was killed by SIGKILL; restart 1 of 100" in done.stderr
+    assert "rank 1 failed first: the process was killed by SIGKILL; restart 1 of 2" in done.stderr
     one, other = (json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1))
     for rank in (one, other):
+        assert rank["forked"]
         assert rank["parent"]
         assert rank["leads"]
         assert rank["total"] == [2.0] * 4
@@ -50,3 +52,22 @@ def test_an_error_of_a_forked_rank_is_reported_as_always(job: Job) -> None:
     assert done.returncode == 1
     assert "failed first: ValueError: as asked" in done.stderr
     assert left_with(f"TMPDIR={folder}") == []
+
+
+@pytest.mark.timeout(120)
+def test_rank_0_speaks_on_the_terminal_and_the_others_in_their_logs(job: Job) -> None:
+    folder, done = job
+    assert done.stdout == "rank 0 speaks\n"
+    assert "rank 1 speaks" in (folder / "logs/rank-1.txt").read_text()
+
+
+@pytest.mark.timeout(60)
+def test_without_what_they_are_forked_from_ranks_are_new_processes(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["ends", str(tmp_path)]
+    options = {"folder": tmp_path / "run", "program": str(LIGHT), "imports": ["not_there"]}
+    assert launch(arguments, num_ranks=2, max_restarts=0, **options) == 0  # type: ignore[arg-type]
+    said = capfd.readouterr()
+    assert said.out == "rank 0 speaks\n"
+    assert "No module named 'not_there'" in said.err

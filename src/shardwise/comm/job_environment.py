@@ -26,8 +26,6 @@ CAPTURE = "SHARDWISE_CAPTURE"
 AUTOPSY = "SHARDWISE_AUTOPSY"
 # The key of the snapshots in memory, set by our launcher for all starts of its ranks.
 SNAPSHOTS = "SHARDWISE_SNAPSHOTS"
-# Seconds after which our launcher prepares for a restart, other than 10.
-WARM = "SHARDWISE_WARM_SECONDS"
 # A file system in memory for snapshots, other than /dev/shm.
 MEMORY = "SHARDWISE_MEMORY"
 
@@ -63,11 +61,6 @@ def autopsy_folder() -> Path | None:
     """Return the folder that SHARDWISE_AUTOPSY names for records (record_writer.py), if it is set."""
     value = os.environ.get(AUTOPSY, "")
     return Path(value) if value else None
-
-
-def warm_seconds() -> float:
-    """Return how long the ranks that were started first have the cores to themselves (warm_process.py)."""
-    return float(os.environ.get(WARM, "") or 10.0)
 
 
 def memory_root() -> Path:

@@ -6,7 +6,7 @@ torch's LocalElasticAgent starts the ranks, watches them and starts them again. 
     failure      when a rank has failed, the others hang in a collective where no signal handler runs. torch's agent
                  waits 30 s for them; this one kills them as soon as the cause is known.
     signals      are passed on to the ranks, which save and exit; they do not interrupt the agent.
-    restart      ranks are forked from a process that has imported everything (warm_start.py), once that is ready.
+    start        ranks are forked from a process that has imported everything (warm_start.py).
 """
 
 import os
@@ -97,11 +97,13 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._num_starts += 1
         clear_records(self._files.records)
-        with forking(self._warm, self._command):
-            self._pids = super()._start_workers(worker_group)
-        if self._warm is None and worker_group.spec.max_restarts:
+        if self._warm is None:
             threads = num_threads(worker_group.spec.local_world_size)
             self._warm = WarmStart(self._imports, num_threads=threads)
+        with forking(self._warm, self._command):
+            self._pids = super()._start_workers(worker_group)
+        if not worker_group.spec.max_restarts:
+            self.close()
         # These replace torch's own handlers, which interrupt the agent wherever it is.
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             ignored = number == signal.SIGHUP and self._ignores_hangup

@@ -1,10 +1,11 @@
 """`python -m shardwise.launch.warm_process SOCKET MODULES…`: imports what ranks need, then forks ranks from itself.
 
-Most of a restart is imports, several seconds of CPU time per rank; a fork takes milliseconds. This process starts no
-threads and never touches a GPU, so that forks of it are as good as new processes. A rank is forked twice: its parent
-exits, and the launcher, a subreaper, becomes its parent, as for a rank that it has started itself.
+Most of a start is imports, several seconds of CPU time; a fork takes milliseconds. This process starts no threads and
+never touches a GPU, so that forks of it are as good as new processes. A rank is forked twice: its parent exits, and the
+launcher, a subreaper, becomes its parent, as for a rank that it has started itself.
 """
 
+import ctypes
 import gc
 import importlib
 import json
@@ -16,10 +17,11 @@ import sys
 import time
 from typing import Any
 
-from shardwise.comm.job_environment import warm_seconds
 from shardwise.launch import rank_process
+from shardwise.vocabulary.collection import without_collection
 
 READY = b"ready\n"
+_CUDA_NOT_INITIALIZED = 3
 
 
 def main() -> None:
@@ -28,11 +30,14 @@ def main() -> None:
     rank_process.end_with(os.getppid())
     # The launcher's terminal signals all of its processes; ranks decide for themselves.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    time.sleep(warm_seconds())
-    for name in sys.argv[2:]:
-        importlib.import_module(name)
-    # Objects that live on are not visited again: their pages stay shared with all ranks.
-    gc.freeze()
+    # All that is imported stays: a fourth of the time would go into looking for garbage among it.
+    with without_collection():
+        for name in sys.argv[2:]:
+            importlib.import_module(name)
+        # Nor is it visited later, so that its pages stay shared with all ranks.
+        gc.freeze()
+    if _uses_gpu():
+        return
     link.sendall(READY)
     with link.makefile("r") as requests:
         for line in requests:
@@ -42,6 +47,15 @@ def main() -> None:
             return
     link.close()
     rank_process.main()
+
+
+def _uses_gpu() -> bool:
+    """Return whether an import has started CUDA's driver, which no fork could use then."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return bool(driver.cuCtxGetCurrent(ctypes.byref(ctypes.c_void_p())) != _CUDA_NOT_INITIALIZED)
 
 
 def _forked(request: dict[str, Any], *, link: socket.socket) -> bool:

@@ -1,4 +1,4 @@
-"""Restarts ranks from a process that has imported everything (warm_process.py), instead of by new interpreters.
+"""Starts ranks from a process that has imported everything (warm_process.py), instead of by new interpreters.
 
 `WarmStart` is the launcher's end of it; `WarmRanks` are processes that torch's agent watches like those that it starts.
 """
@@ -43,13 +43,12 @@ class WarmStart:
             )
         self._is_ready = False
 
-    @property
     def is_ready(self) -> bool:
-        """Whether it has imported everything, and lives."""
-        if not self._is_ready and self._process.poll() is None:
-            self._link.setblocking(False)
-            with suppress(BlockingIOError):
-                self._is_ready = self._link.recv(len(READY)) == READY
+        """Wait until it has imported everything; return whether it lives."""
+        if not self._is_ready:
+            # It answers, or ends and closes its end.
+            self._link.settimeout(None)
+            self._is_ready = self._link.recv(len(READY)) == READY
         return self._is_ready and self._process.poll() is None
 
     def fork(self, words: Sequence[str], *, env: Mapping[str, str]) -> int:
@@ -71,9 +70,9 @@ class WarmStart:
 
 
 @contextmanager
-def forking(warm: WarmStart | None, words: Sequence[str]) -> Iterator[None]:
-    """Make torch's agent fork ranks in this block, which run `words`, if the warm process is ready."""
-    if warm is None or not warm.is_ready:
+def forking(warm: WarmStart, words: Sequence[str]) -> Iterator[None]:
+    """Make torch's agent fork ranks in this block, which run `words`; if the warm process has ended, start new ones."""
+    if not warm.is_ready():
         yield
         return
 
