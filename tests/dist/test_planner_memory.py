@@ -167,13 +167,14 @@ def test_in_bf16_too() -> None:
     check("gpt", [Plan(strategy="fsdp", precision="bf16")], num_ranks=1)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", *whole("rowwise")])
-def test_in_fp8_the_copies_and_casts_of_its_layers_are_predicted(recipe: str) -> None:
-    fp8 = {"precision": "fp8", "fp8_recipe": recipe, "fp8_min_features": 16}
+@pytest.mark.parametrize(
+    ("recipe", "recompute"), [("tensorwise", "none"), *whole(("tensorwise", "full"), ("rowwise", "none"))]
+)
+def test_in_fp8_the_copies_and_casts_of_its_layers_are_predicted(recipe: str, recompute: str) -> None:
+    fp8 = {"precision": "fp8", "fp8_recipe": recipe, "fp8_min_features": 16, "recompute": recompute}
     plans = [
         *(Plan(strategy=strategy, **fp8) for strategy in ("ddp", "zero2", "fsdp")),
         Plan(overrides={"blocks.1": "ddp"}, keep_bf16=("blocks.2",), **fp8),
-        Plan(recompute="full", **fp8),
     ]
     check("llama", plans, num_ranks=2)
 

@@ -21,7 +21,8 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from shardwise.launch.warm_process import READY
 
 _PR_SET_CHILD_SUBREAPER = 36
-_ANSWER_SECONDS = 5.0
+# A fork takes milliseconds, but not where the machine swaps.
+_ANSWER_SECONDS = 60.0
 # What a rank imports in any case: the engine, and what torch imports at the first optimizer.
 _MODULES = ("torch._dynamo", "shardwise.engines", "shardwise.recovery.protect")
 

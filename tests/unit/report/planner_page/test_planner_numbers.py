@@ -164,7 +164,7 @@ def check(shown: list[Any], expected: list[Any], *, at: object) -> None:
     assert rates == pytest.approx(rates_expected, rel=1e-9, abs=1e-12), at
 
 
-@pytest.mark.parametrize(("num_settings", "models"), [(15, MODELS), *whole((500, ALL_MODELS))])
+@pytest.mark.parametrize(("num_settings", "models"), [(10, MODELS), *whole((500, ALL_MODELS))])
 def test_page_and_planner_agree_on_random_settings(num_settings: int, models: tuple[str, ...], run: Run) -> None:
     rng = random.Random(20)
     # Five of one model, length and cluster, of which the planner computes some parts once.
