@@ -79,7 +79,7 @@ def _forked(request: dict[str, Any], *, link: socket.socket) -> bool:
     while os.getppid() != launcher:
         time.sleep(0.001)
     os.setsid()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(request["env"])
     sys.argv = ["", *request["words"]]
