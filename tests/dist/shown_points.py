@@ -73,7 +73,8 @@ def check_ended(point: str, folder: Path, *, code: int, errors: str) -> None:
     assert shown.below in errors
     assert "RanksDisagree" not in errors, "the peer that noticed is in its log"
     assert code == shown.code
-    assert seconds < 10.0
+    # A few on quiet cores; torch's agent would wait 30 s for the other ranks.
+    assert seconds < 25.0
     assert left_with(f"POINT_FOLDER={folder}") == []
     assert ranks_left() == []
     if shown.code == 2 and not shown.below:
