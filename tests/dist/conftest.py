@@ -43,7 +43,7 @@ def _imported() -> Iterator[WarmStart]:
 
 @pytest.fixture(scope="module")
 def forked_ranks(_imported: WarmStart) -> Iterator[None]:
-    """Launchers in this process fork ranks from one that all of them share, instead of one each, which imports for seconds."""
+    """Launchers in this process fork ranks from a process that they share: one for each would import for seconds."""
     init = Agent.__init__
 
     def with_warm(self: Agent, *args: Any, **options: Any) -> None:

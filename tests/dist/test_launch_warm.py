@@ -65,9 +65,15 @@ def test_rank_0_speaks_on_the_terminal_and_the_others_in_their_logs(job: Job) ->
 def test_without_what_they_are_forked_from_ranks_are_new_processes(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["ends", str(tmp_path)]
-    options = {"folder": tmp_path / "run", "program": str(LIGHT), "imports": ["not_there"]}
-    assert launch(arguments, num_ranks=2, max_restarts=0, **options) == 0  # type: ignore[arg-type]
+    code = launch(
+        ["ends", str(tmp_path)],
+        num_ranks=2,
+        max_restarts=0,
+        folder=tmp_path / "run",
+        program=str(LIGHT),
+        imports=["not_there"],
+    )
+    assert code == 0
     said = capfd.readouterr()
     assert said.out == "rank 0 speaks\n"
     assert "No module named 'not_there'" in said.err
