@@ -12,7 +12,7 @@ takes.
     auto backward       the same, with updates inside backward
     auto either         the same, with updates where the planner says they are faster
     host N              ours, with the states of N % of the blocks in host memory
-    host N activations  the same, and what blocks save for backward
+    host N activations  the same, and what blocks save for backward; … backward: with updates inside backward
     cpu N               the same as `host N`, updated by the CPU
     full depth          for a model of fewer blocks: what the planner chooses for all of them, each as the last one
     all on host         ours, with all states and all that blocks save in host memory, nothing recomputed
@@ -155,8 +155,9 @@ def plan_of(case: Case, way: str) -> Plan:
         recompute="full",
         capture="off",
         offload_states=True if share == "100" else tuple(units[len(units) - num_on_host :]),
-        offload_activations=bool(more),
+        offload_activations="activations" in more,
         offload_update="host" if kind == "cpu" else "device",
+        update="backward" if "backward" in more else "step",
     )
 
 

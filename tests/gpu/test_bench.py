@@ -19,11 +19,15 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-# Runs in every rank before anything else: each says that it is another host, and takes the first GPU.
+# Runs in every new interpreter before anything else: each rank says that it is another host, and takes the first GPU. The
+# process that ranks are usually forked from ends at once, so that they are new interpreters.
 SHARE_THE_GPU = """
 import os
+import sys
 if "RANK" in os.environ:
     os.environ.update(LOCAL_RANK="0", NCCL_HOSTID="host" + os.environ["RANK"])
+elif "shardwise.launch.warm_process" in sys.orig_argv:
+    os._exit(0)
 """
 
 
