@@ -127,10 +127,11 @@ class OurMemory(MemoryExecutor):
             self.changes.append(Recategorize(before="reduce", after="grads", num_bytes=crossed))
             self._change("grads", 0, others)
             return
-        if leaves:
-            self._send(grads, in_flight=GRADS_IN_FLIGHT if self._is_on_host(self._members[bucket][0]) else 0)
-        else:
-            self._change("grads", grads, others)
+        self._change("grads", grads, 0 if leaves else others)
+        if leaves and self._is_on_host(self._members[bucket][0]):
+            self._send(grads)
+        elif leaves:
+            self._change("grads", -grads)
         if bucket in self._crossing:
             self._change("reduce", -crossed)
         else:
@@ -145,11 +146,11 @@ class OurMemory(MemoryExecutor):
     def _is_on_host(self, unit: str) -> bool:
         return self.setting.placements[unit].grads is SHARDED and self.setting.plan.has_states_on_host(unit)
 
-    def _send(self, grads: int, *, in_flight: int) -> None:
-        """Let gradients go; those that leave for host memory, or are read by an update there, stay a little longer."""
-        self._change("grads", grads)
+    def _send(self, grads: int) -> None:
+        """Let earlier gradients go: those that leave for host memory, or are read by an update of states there, stay
+        until a few more have followed, or until the end of the step."""
         self._sent.append(grads)
-        while len(self._sent) > in_flight:
+        while len(self._sent) > GRADS_IN_FLIGHT:
             self._change("grads", -self._sent.popleft())
 
     def _update(self) -> None:
