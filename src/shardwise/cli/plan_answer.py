@@ -155,15 +155,11 @@ def _captured(question: PlanQuestion, best: Candidate | None, *, capture: str) -
     if best is None or best.time is None or best.cluster.device.name == "cpu":
         return None
     plan = best.plan
-    if (
-        not LIMITS[plan.engine].has("capture")
-        or question.system.name
-        or plan.capture != "auto"
-        or plan.why_not_captured()
-    ):
+    if not LIMITS[plan.engine].has("capture") or question.system.name or plan.capture != "auto":
         return None
-    if needs_whole_matrices(question.optimizer):
-        # Steps of such optimizers are not captured.
+    # Steps of optimizers that look at whole matrices are not captured.
+    is_step_captured = not plan.why_not_captured() and not needs_whole_matrices(question.optimizer)
+    if not (plan.may_capture_units if capture == "units" else is_step_captured):
         return None
     return _clearly_faster(question, replace(plan, capture=capture), than=best)
 

@@ -368,6 +368,17 @@ def test_a_step_that_is_faster_in_cuda_graphs_is_said_to_be(capfd: pytest.Captur
     assert as_json(capfd, *asked, "1xh100-80gb", "--micro-batch", "4", "--engine", "torch")["captured"] is None
 
 
+def test_where_only_units_can_be_cuda_graphs_their_time_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    asked = ("gpt2-124m", "--cluster", "1xh200", "--strategy", "fsdp", "--micro-batch", "1", "--offload", "states")
+    assert run(*asked) == 0
+    out = " ".join(capfd.readouterr().out.split())
+    assert "With units as CUDA graphs, as by default, it takes 0.0" in out
+    assert "runs a step where it can" not in out
+    # Updates inside backward read gradients that would lie in the memory of graphs.
+    assert run(*asked, "--update", "backward") == 0
+    assert "graphs" not in capfd.readouterr().out
+
+
 def test_the_band_says_what_it_follows_from(capfd: pytest.CaptureFixture[str]) -> None:
     data = as_json(capfd, "gpt2-350m", "--cluster", "2x8xa100", "--strategy", "zero2", "--like", "deepspeed")
     for candidate in data["candidates"]:
