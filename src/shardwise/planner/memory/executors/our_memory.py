@@ -147,8 +147,10 @@ class OurMemory(MemoryExecutor):
         return self.setting.placements[unit].grads is SHARDED and self.setting.plan.has_states_on_host(unit)
 
     def _send(self, grads: int) -> None:
-        """Let earlier gradients go: those that leave for host memory, or are read by an update of states there, stay
-        until a few more have followed, or until the end of the step."""
+        """Keep gradients that leave for host memory, or that updates of states there read, until a few more follow.
+
+        Units on the device do not count: where they come last, the gradients stay until the end of backward.
+        """
         self._sent.append(grads)
         while len(self._sent) > GRADS_IN_FLIGHT:
             self._change("grads", -self._sent.popleft())
