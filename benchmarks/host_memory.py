@@ -6,13 +6,14 @@ ways of a case alternate (`--rounds`). A step's time is that from its end to the
 waited for in between: updates overlap the next forward, as in training. Writes
 benchmarks/results/host_memory_h200.json after every case; rows of other cases are kept. `--predict` adds what the
 planner says to all of its rows, without a GPU. `--choose` only has the planner choose its plans, which a later run then
-takes.
+takes. `--again` takes the plans with which the rows were measured, also where the planner would now choose others.
 
     auto                the plan that the planner chooses for the limit
     auto backward       the same, with updates inside backward
     auto either         the same, with updates where the planner says they are faster
     host N              ours, with the states of N % of the blocks in host memory
-    host N activations  the same, and what blocks save for backward; … backward: with updates inside backward
+    host N activations  the same, and what blocks save for backward
+    host N backward     the same as `host N`, with updates inside backward; also `host N activations backward`
     cpu N               the same as `host N`, updated by the CPU
     full depth          for a model of fewer blocks: what the planner chooses for all of them, each as the last one
     all on host         ours, with all states and all that blocks save in host memory, nothing recomputed
@@ -171,16 +172,25 @@ def stored_plans() -> dict[str, Any]:
     return dict(json.loads(PLANS.read_text())) if PLANS.exists() else {}
 
 
+def store_plans(found: dict[str, Any]) -> None:
+    known = json.loads(PLANS.read_text()) if PLANS.exists() else {}
+    PLANS.write_text(json.dumps(known | found))
+
+
 def choose(names: list[str], *, ways: list[str]) -> None:
     """Have the planner choose, and keep its plans for a machine whose time is short. Needs no GPU."""
     for name in names:
         for way in ways or CASES[name].ways:
             if way.startswith("auto") or way == "full depth":
                 plan = plan_of(CASES[name], way)
-                known = json.loads(PLANS.read_text()) if PLANS.exists() else {}
-                found = {f"{name}, {way}": plan.to_dict(), f"{name}, limit": limit_bytes(CASES[name])}
-                PLANS.write_text(json.dumps(known | found))
+                store_plans({f"{name}, {way}": plan.to_dict(), f"{name}, limit": limit_bytes(CASES[name])})
                 print(f"{name}, {way}: {plan}", flush=True)
+
+
+def take_measured(path: Path, *, names: list[str]) -> None:
+    """Keep the plans with which the rows of these cases were measured."""
+    rows = json.loads(path.read_text())["rows"]
+    store_plans({f"{row['case']}, {row['way']}": row["plan"] for row in rows if row["case"] in names and "plan" in row})
 
 
 @cache
@@ -395,6 +405,7 @@ def main() -> None:
         together=False,
         predict=False,
         choose=False,
+        again=False,
         here="",
         out=None,
     )
@@ -408,8 +419,10 @@ def main() -> None:
     if given.choose:
         choose(given.cases, ways=given.ways)
         return
+    if given.again:
+        take_measured(measuring.RESULTS / "host_memory_h200.json", names=given.cases)
     if stored_plans():
-        print(f"plans of {PLANS.name}, as --choose found them; delete it after a change of the planner", flush=True)
+        print(f"plans of {PLANS.name}, from --choose or --again; delete it for new ones", flush=True)
     ways = {case: given.ways or CASES[case].ways for case in given.cases}
     names = [
         f"{case}|{way}"

@@ -147,7 +147,8 @@ def compare(name: str, plans: list[Plan], results: list[tuple[int, int]], *, num
         what = (name, plan.strategy, plan.precision, plan.recompute, predicted.peak_at, predicted.breakdown_bytes)
         # On a CPU, host memory is counted as well.
         assert predicted.allocated_bytes + predicted.host_bytes == pytest.approx(peak, rel=0.01), what
-        # In an accumulation it is what the last pass begins with; gradients are still read by updates in host memory.
+        # Not in an accumulation, where it is what the last pass begins with, nor where updates in host memory still hold
+        # gradients.
         if plan.accumulate == 1 and not plan.offload_states:
             assert predicted.at_rest_bytes == pytest.approx(rest, rel=0.01), what
 
@@ -206,7 +207,7 @@ def test_and_where_units_differ() -> None:
 
 
 def test_and_where_updates_of_states_in_host_memory_hold_gradients_until_backward_ends() -> None:
-    # The first four of backward are on the host. Of those, the last two have been sent when it comes to the others.
+    # Backward comes to the four blocks on the host first; gradients of the last two of them are held during the others.
     on_host = ("blocks.[2-5]",)
     plans = [Plan(recompute="full", offload_states=on_host, update=update) for update in ("step", "backward")]
     check("llama with a large head", plans, num_ranks=1)

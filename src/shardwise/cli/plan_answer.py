@@ -157,11 +157,12 @@ def _captured(question: PlanQuestion, best: Candidate | None, *, capture: str) -
     plan = best.plan
     if not LIMITS[plan.engine].has("capture") or question.system.name or plan.capture != "auto":
         return None
-    # Steps of optimizers that look at whole matrices are not captured.
-    is_step_captured = not plan.why_not_captured() and not needs_whole_matrices(question.optimizer)
-    if not (plan.may_capture_units if capture == "units" else is_step_captured):
-        return None
-    return _clearly_faster(question, replace(plan, capture=capture), than=best)
+    if capture == "units":
+        is_possible = plan.may_capture_units
+    else:
+        # Steps of optimizers that look at whole matrices are not captured.
+        is_possible = not plan.why_not_captured() and not needs_whole_matrices(question.optimizer)
+    return _clearly_faster(question, replace(plan, capture=capture), than=best) if is_possible else None
 
 
 def _compiled(question: PlanQuestion, best: Candidate | None) -> Candidate | None:

@@ -147,12 +147,12 @@ def _other_steps(shown: PlanAnswer) -> Iterator[str]:
             f"{step_seconds_text(shown.captured.time.step_seconds)} s per step; --capture on plans for that."
         )
     if shown.captured_units is not None and shown.captured_units.time is not None:
-        # Where whole steps cannot be graphs, units are by default, in any loop.
-        where = "With units as CUDA graphs, as by default, it"
+        # Where whole steps cannot be graphs, units are graphs in every loop.
+        where = "With units as CUDA graphs, which is the default,"
         if shown.captured is not None:
-            where = "In a loop of your own, whose units are CUDA graphs, it"
+            where = "In a loop of your own, whose units are CUDA graphs,"
         yield (
-            f"{where} takes {step_seconds_text(shown.captured_units.time.step_seconds)} s and "
+            f"{where} it takes {step_seconds_text(shown.captured_units.time.step_seconds)} s and "
             f"{fixed_text(shown.captured_units.memory.reserved_bytes, unit=GIB)}; --capture units plans for that."
         )
     if shown.compiled is not None and shown.compiled.time is not None:

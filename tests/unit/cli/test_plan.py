@@ -372,7 +372,7 @@ def test_where_only_units_can_be_cuda_graphs_their_time_is_named(capfd: pytest.C
     asked = ("gpt2-124m", "--cluster", "1xh200", "--strategy", "fsdp", "--micro-batch", "1", "--offload", "states")
     assert run(*asked) == 0
     out = " ".join(capfd.readouterr().out.split())
-    assert "With units as CUDA graphs, as by default, it takes 0.0" in out
+    assert "With units as CUDA graphs, which is the default, it takes 0.0" in out
     assert "runs a step where it can" not in out
     # Updates inside backward read gradients that would lie in the memory of graphs.
     assert run(*asked, "--update", "backward") == 0

@@ -149,7 +149,8 @@ class OurMemory(MemoryExecutor):
     def _send(self, grads: int) -> None:
         """Keep gradients that leave for host memory, or that updates of states there read, until a few more follow.
 
-        Units on the device do not count: where they come last, the gradients stay until the end of backward.
+        Units on the device do not count: where they come last, the gradients are still there when backward ends. (A run
+        keeps them until their units are gathered again, early in the next step, where the peak is not.)
         """
         self._sent.append(grads)
         while len(self._sent) > GRADS_IN_FLIGHT:
