@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shardwise.engine import engine as engine_module
 from shardwise.engine.activations.recompute import without_random_numbers
 from shardwise.engine.core.core import Core
+from shardwise.engine.graphs.python_state import PythonState
 from shardwise.engine.graphs.reads import NotCaptured, assuming_reads, in_one_line
 from shardwise.engine.unit_graphs import unit_graphs as unit_graphs_module
 from shardwise.engine.unit_graphs.static_place import StaticPlace
@@ -179,6 +180,11 @@ def _refuse(tensor: Tensor, assumed: bool) -> None:
     raise NotCaptured("it reads a value")
 
 
+def _addresses_of_others(state: PythonState) -> tuple[int, ...]:
+    """Return the addresses of all tensors but weights in fp8, which on a CPU are gathered to a new place each time."""
+    return tuple(tensor.data_ptr() for name, tensor in state.tensors().items() if ".fp8_" not in name)
+
+
 @contextmanager
 def simulated(*, at_once: bool = False, moved: float = _MOVED) -> Iterator[list[str]]:
     """Give models that are prepared inside this block simulated graphs; yields the lines that they tell the user.
@@ -190,20 +196,22 @@ def simulated(*, at_once: bool = False, moved: float = _MOVED) -> Iterator[list[
     enough = unit_graphs_module.ENOUGH
     unit_graphs_module.ENOUGH = (0, 0) if at_once else enough
     lines: list[str] = []
-    addresses, make = WatchedUnit.addresses, engine_module.unit_graphs_of
+    addresses, make, of_tensors = WatchedUnit.addresses, engine_module.unit_graphs_of, PythonState.addresses
 
     def unit_graphs_of(core: Core, *, optimizers: Any) -> UnitGraphs | None:
         if core.plan.offload_activations:
             return None
         return UnitGraphs(core, make_device=SimulatedGraphs, tell=lines.append, optimizers=optimizers)
 
-    # The recorded operations hold the parameters themselves, wherever these are.
+    # The recorded operations hold the parameters themselves, and their copies in fp8, wherever these are.
     drawn = Random(0)
     WatchedUnit.addresses = lambda watched: [drawn.random() < moved]  # type: ignore[method-assign]
+    PythonState.addresses = _addresses_of_others  # type: ignore[method-assign]
     engine_module.unit_graphs_of = unit_graphs_of
     try:
         yield lines
     finally:
         WatchedUnit.addresses = addresses  # type: ignore[method-assign]
+        PythonState.addresses = of_tensors  # type: ignore[method-assign]
         engine_module.unit_graphs_of = make
         unit_graphs_module.ENOUGH = enough

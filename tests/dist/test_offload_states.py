@@ -53,7 +53,8 @@ def test_states_that_pass_through_the_device_in_many_pieces_are_updated_as_one(n
 
 
 def in_pieces(rank: int, case: Case) -> Any:
-    with patch.object(streamed_update, "CHUNK_ELEMENTS", 100):
+    # As the usual number, a multiple of a CPU's vectors: torch's fused kernels round the rest behind the last one otherwise.
+    with patch.object(streamed_update, "CHUNK_ELEMENTS", 96):
         return on_ranks(rank, case, Plan(strategy="fsdp", offload_states=True), True)
 
 

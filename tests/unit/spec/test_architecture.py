@@ -46,7 +46,11 @@ def write(folder: Path, config: dict[str, Any]) -> Path:
 
 
 def at_length(spec: ModelSpec, seq: int) -> ModelSpec:
-    """Return the spec with laws of the batch alone, as a trace at one length has them, and traces in one order."""
+    """Return the spec with laws of the batch alone, as a trace at one length has them, and traces in one order.
+
+    The operations of a row are sorted: two whose results are arguments of one call of autograd's C++ come in the order that
+    the compiler of a torch build has chosen (pow's backward on aarch64 and x86-64).
+    """
 
     def law(one: Law) -> Law:
         line = one.line(seq)
@@ -60,13 +64,18 @@ def at_length(spec: ModelSpec, seq: int) -> ModelSpec:
                     row.stream,
                     events=tuple(replace(one, num_bytes=law(one.num_bytes)) for one in row.stream.events),
                     ops=tuple(
-                        replace(
-                            one,
-                            num_flops=law(one.num_flops),
-                            num_bytes=law(one.num_bytes),
-                            dims=tuple(map(law, one.dims)),
+                        sorted(
+                            (
+                                replace(
+                                    one,
+                                    num_flops=law(one.num_flops),
+                                    num_bytes=law(one.num_bytes),
+                                    dims=tuple(map(law, one.dims)),
+                                )
+                                for one in row.stream.ops
+                            ),
+                            key=repr,
                         )
-                        for one in row.stream.ops
                     ),
                 ),
             )
