@@ -12,7 +12,7 @@ from shardwise.interchange.targets import export as exported_for
 from shardwise.models.catalogue import CATALOGUE
 from shardwise.plan import Plan
 from shardwise.report.planner_page.device_tables import offered_devices
-from shardwise.report.planner_page.model_laws import DEVICE_COUNTS, PER_NODE
+from shardwise.report.planner_page.page_plans import DEVICE_COUNTS, PER_NODE
 from shardwise.report.planner_page.planner_document import STATIC_MODELS, catalogue_models, planner_page
 from shardwise.report.planner_page.planner_server import HOST, PlannerService, planner_server
 from shardwise.sources import Source

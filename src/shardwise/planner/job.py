@@ -323,12 +323,15 @@ class Job:
     @property
     def host_line(self) -> Line:
         """Bytes in host memory on one rank: states, and activations that wait there for backward."""
-        states = sum(self.weight(name) * states.host for name, states in self.states.items())
         # The first step does not know yet with which unit backward begins; its memory is kept.
         saved = self._saved_in_first_step
         const, per_sample = (sum(getattr(line, name) for line in saved.values()) for name in ("const", "per_sample"))
         shared = saved_of_root(self.memory_streams, seq=self.spec.seq) if saved else 0
-        return Line(states + const + shared, per_sample)
+        return Line(self.states_on_host + const + shared, per_sample)
+
+    @property
+    def states_on_host(self) -> int:
+        return sum(self.weight(name) * states.host for name, states in self.states.items())
 
     @cached_property
     def _saved_in_first_step(self) -> Mapping[str, Line]:

@@ -14,6 +14,7 @@ class Overhead:
     gather, wait, free, take, reduce, deliver   the program's operations; `take` moves a unit's gradients
     step                per step, for any number of units
     buffer              per buffer that is broadcast
+    stream              per tensor whose update passes through the device, with its states in host memory
     copies_out          gathered parameters are copied out of the gather buffer
     divides             gradients are divided in a separate pass
     copies_slices       slices are copied before they are summed over the replicate axis
@@ -29,6 +30,7 @@ class Overhead:
     deliver: float
     step: float
     buffer: float = 0.0
+    stream: float = 0.0
     copies_out: bool = False
     divides: bool = False
     copies_slices: bool = True
@@ -41,10 +43,14 @@ class Overhead:
         return replace(self, **{name: factor * getattr(self, name) for name in seconds})
 
 
+_STREAMED_TENSOR_SECONDS = 150e-6
+
+
 def _ours() -> Overhead:
     """Read our engine's overhead, which benchmarks/fit_overhead.py wrote."""
     file = files("shardwise.planner").joinpath("our_overhead.toml")
-    return Overhead(**tomllib.loads(file.read_text(encoding="utf-8"))["seconds"])
+    seconds = tomllib.loads(file.read_text(encoding="utf-8"))["seconds"]
+    return Overhead(stream=_STREAMED_TENSOR_SECONDS, **seconds)
 
 
 OVERHEADS: Mapping[str, Overhead] = MappingProxyType(

@@ -10,7 +10,7 @@ from shardwise.planner.memory.stream_peak import StreamPeak
 from shardwise.planner.trace_order import Key, TracedStep, keys_in_order
 from shardwise.program import StepProgram, Trigger
 from shardwise.spec import ROOT
-from shardwise.spec.law import Line
+from shardwise.spec.law import Law, Line
 from shardwise.spec.step import BEFORE_FORWARD, Act, Stream
 
 
@@ -64,20 +64,25 @@ def saved_of_root(streams: Sequence[tuple[Key, Stream]], *, seq: int | None) -> 
 
     All units save the same ones, so they wait in host memory once; the last unit in backward releases them.
     """
+    released = (law.line(seq) for law in released_of_root(streams))
+    return sum(line.const for line in released if not line.per_sample)
+
+
+def released_of_root(streams: Sequence[tuple[Key, Stream]]) -> list[Law]:
+    """Return the sizes of what the root makes before its units, and these release."""
     made = {
         event.ordinal
         for (trigger, unit, _), stream in streams
         if (trigger, unit) == (BEFORE_FORWARD, ROOT)
         for event in stream.events
     }
-    released = (
-        event.num_bytes.line(seq)
+    return [
+        event.num_bytes
         for (_, unit, _), stream in streams
         if unit != ROOT
         for event in stream.events
         if event.act is Act.DIED and event.owner == ROOT and event.ordinal in made
-    )
-    return sum(line.const for line in released if not line.per_sample)
+    ]
 
 
 class _Offload:

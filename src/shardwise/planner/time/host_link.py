@@ -5,14 +5,11 @@ from shardwise.hardware.borrowed import USUAL
 from shardwise.hardware.calibration import shipped_calibration
 from shardwise.hardware.host_memory_speed import HostMemorySpeed
 
-# The host memory of a usual node with 8 GPUs: two CPUs with 8 channels of DDR5-4800 each, 38.4 GB/s per channel.
-_NODE_BYTES_PER_S = 614.4e9
+NODE_BYTES_PER_S = 614.4e9
+"""The host memory of a usual node with 8 GPUs: two CPUs with 8 channels of DDR5-4800 each, 38.4 GB/s per channel."""
 
 PINNED_BYTES_PER_S = 7.2e9
 """How fast memory is pinned when a job starts: 0.15 s for each GiB, measured once on an H200's host."""
-
-STREAMED_TENSOR_SECONDS = 150e-6
-"""The CPU's time to issue the update of a tensor that passes through the device."""
 
 
 def host_memory_speed(device: Device) -> HostMemorySpeed:
@@ -41,4 +38,4 @@ def host_bytes_per_s(cluster: Cluster, *, both_ways: bool = False) -> float:
     speed = host_memory_speed(cluster.device)
     own = speed.both_bytes_per_s if both_ways else speed.copy_bytes_per_s
     ranks = min(cluster.num_ranks, cluster.devices_per_node)
-    return min(own, _NODE_BYTES_PER_S / ranks / (2 if both_ways else 1))
+    return min(own, NODE_BYTES_PER_S / ranks / (2 if both_ways else 1))

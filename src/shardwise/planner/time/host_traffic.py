@@ -9,7 +9,7 @@ from shardwise.plan.placement import SHARDED
 from shardwise.planner.job import Job
 from shardwise.planner.overhead import Overhead
 from shardwise.planner.sizes import MASTER_BYTES, UnitSizes
-from shardwise.planner.time.host_link import STREAMED_TENSOR_SECONDS, host_bytes_per_s, host_memory_speed
+from shardwise.planner.time.host_link import host_bytes_per_s, host_memory_speed
 from shardwise.planner.time.queues import CALL, LOAD, STREAM, SYNC, WAIT, Instruction
 from shardwise.program.chunks import GRADS_IN_FLIGHT
 
@@ -32,12 +32,14 @@ class HostTraffic:
         return frozenset(name for name, one in places.items() if one.grads is SHARDED and plan.has_states_on_host(name))
 
     def load(self, name: str, num_bytes: float) -> Instruction:
-        seconds = num_bytes / host_bytes_per_s(self.cluster)
-        return Instruction(LOAD, name, 0, self.overhead.gather, seconds)
+        return Instruction(LOAD, name, 0, self.overhead.gather, self.copy_seconds(num_bytes))
 
     def fetch(self, name: str, num_bytes: float) -> Instruction:
         """Copy gradients to the CPU, which updates with them."""
-        return Instruction(STREAM, f"fetch {name}", 0, 0.0, num_bytes / host_bytes_per_s(self.cluster))
+        return Instruction(STREAM, f"fetch {name}", 0, 0.0, self.copy_seconds(num_bytes))
+
+    def copy_seconds(self, num_bytes: float, *, both_ways: bool = False) -> float:
+        return num_bytes / host_bytes_per_s(self.cluster, both_ways=both_ways)
 
     def update(self) -> Iterator[Instruction]:
         """Pass states through the device, unit by unit in the order of their use; or let the CPU update them all."""
@@ -69,8 +71,8 @@ class HostTraffic:
         # The parameters in the compute dtype go out as well.
         cast = sizes.compute_bytes / sizes.elements if sizes.is_cast else 0
         each = MASTER_BYTES * (1 + job.optimizer.num_moments) + cast
-        seconds = sizes.trainable / job.num_slices * each / host_bytes_per_s(self.cluster, both_ways=True)
-        return Instruction(STREAM, f"update {name}", 0, STREAMED_TENSOR_SECONDS * sizes.tensors, seconds)
+        seconds = self.copy_seconds(sizes.trainable / job.num_slices * each, both_ways=True)
+        return Instruction(STREAM, f"update {name}", 0, self.overhead.stream * sizes.tensors, seconds)
 
     # What backward needs. The seconds depend on the batch, and are the last works of a step (step_time.py).
 

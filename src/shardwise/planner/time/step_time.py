@@ -23,11 +23,12 @@ from shardwise.spec.step import IN_UNIT
 from shardwise.vocabulary.span import Span
 
 _FAR_AHEAD = 1e6
-# Kernels that a CPU can issue while the device waits; the next launch then waits too. Of 512, 1024 and 2048 it fits the
-# rows of benchmarks/results/host_memory_h200.json best.
-_MOST_ISSUED = 1024
-# Steps after which each is like the one before it.
-_STEPS_UNTIL_STEADY = 3
+MOST_ISSUED = 1024
+"""Kernels that a CPU can issue while the device waits; the next launch then waits too. Of 512, 1024 and 2048 it fits
+the rows of benchmarks/results/host_memory_h200.json best."""
+
+STEPS_UNTIL_STEADY = 3
+"""Steps after which each is like the one before it, where the CPU's lead is limited."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,7 +229,7 @@ def _lead(prepared: _Prepared, works: list[WorkSeconds]) -> float:
     if not (plan.offload_states or plan.offload_activations) or plan.captures or plan.captures_units:
         return math.inf
     launch = sum(work.launch for work, _ in zip(works, pieces, strict=False))
-    return _MOST_ISSUED * launch / sum(len(piece.stream.ops) for piece in pieces)
+    return MOST_ISSUED * launch / sum(len(piece.stream.ops) for piece in pieces)
 
 
 def _queues(
@@ -242,7 +243,7 @@ def _queues(
         queues.restart(cpu=cpu)
     plan, is_limited = prepared.job.plan, lead < math.inf
     leaves_copies = bool(plan.offload_states) and plan.updates_in_backward
-    for _ in range(_STEPS_UNTIL_STEADY if is_limited else int(leaves_copies)):
+    for _ in range(STEPS_UNTIL_STEADY if is_limited else int(leaves_copies)):
         _run_step(queues, schedule=prepared.schedule, works=works, plan=plan)
         queues.restart(cpu=queues.cpu - queues.compute if is_limited else cpu)
     queues.spans = [] if records else None

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import assert_never
+from typing import ClassVar, assert_never
 
 from shardwise.hardware import Cluster
 from shardwise.plan.placement import SHARDED
@@ -38,6 +38,8 @@ class TimeExecutor:
     host         the traffic with host memory
     """
 
+    host_traffic: ClassVar[type[HostTraffic]] = HostTraffic
+
     job: Job
     cluster: Cluster
     rings: Rings
@@ -60,7 +62,7 @@ class TimeExecutor:
         self._start_host_traffic()
 
     def _start_host_traffic(self) -> None:
-        self.host = HostTraffic(job=self.job, cluster=self.cluster, sizes=self.sizes, overhead=self.overhead)
+        self.host = self.host_traffic(job=self.job, cluster=self.cluster, sizes=self.sizes, overhead=self.overhead)
 
     def begin(self) -> list[Instruction]:
         """Start a new pass and return its list of instructions."""

@@ -238,10 +238,10 @@ const allocatorModel = (() => {
 
   // What a plan reserves at one batch, on a device that has `limit` bytes for tensors. With `abandons`, null if that is
   // more than the limit.
-  function reserve(model, { step, column, way, seq, batch, limit, workspace, ledgerOf, abandons }) {
+  function reserve(model, { step, way, seq, batch, limit, workspace, ledgerOf, abandons }) {
     const batchLine = memoryModel.lineOf(model.batch_bytes, seq), batchBytes = batchLine[0] + batchLine[1] * batch;
     const runs = model.cuts.map((cut, index) => {
-      const made = (isFirst) => new allocationLedger.Ledger(model, cut, { step, column, way }, step.cuts[index], isFirst);
+      const made = (isFirst) => new allocationLedger.Ledger(model, cut, { number: step.number, way }, step.cuts[index], isFirst);
       const ledgers = ledgerOf(index, () => {
         const later = made(false);
         return { first: step.cuts[index].first_changes.length ? made(true) : later, later };

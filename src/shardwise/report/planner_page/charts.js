@@ -78,13 +78,13 @@ const charts = (() => {
   // Lanes of a step: [what, name, start, end]. Spans shorter than a pixel are merged with the next one. A span that ends
   // after the step ends in the next step, which looks the same: that part is drawn at the beginning.
   function lanes(home, { spans, total, kinds }) {
-    const rows = new Map([["compute", []], ["gather", []], ["reduce", []]]);
+    const rows = new Map([["compute", []], ["gather", []], ["reduce", []], ["host", []], ["loads", []]]);
     const wrapped = spans.filter((span) => span[3] > total).map(([what, name, start, end]) => [what, name, Math.max(start - total, 0), end - total]);
     const inside = spans.filter((span) => span[2] < total).map(([what, name, start, end]) => [what, name, start, Math.min(end, total)]);
     for (const [what, name, start, end] of [...wrapped, ...inside]) {
       const word = name.split(" ")[0];
-      const lane = what === kinds.SENT ? word : "compute";
-      const kind = what === kinds.SENT ? word : what === kinds.PIECE ? word : what === kinds.UPDATE ? "update" : "copy";
+      const lane = { [kinds.SENT]: word, [kinds.STREAMED]: "host", [kinds.LOADED]: "loads" }[what] ?? "compute";
+      const kind = lane !== "compute" ? lane : what === kinds.PIECE ? word : what === kinds.UPDATE ? "update" : "copy";
       const list = rows.get(lane) ?? rows.get("reduce"), last = list[list.length - 1];
       if (last && last.kind === kind && start - last.end < total / 900) last.end = Math.max(end, last.end);
       else list.push({ kind, name, start, end });

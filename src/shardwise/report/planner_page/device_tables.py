@@ -20,11 +20,13 @@ from shardwise.planner.memory.constants import (
 )
 from shardwise.planner.overhead import SLOWDOWN
 from shardwise.planner.search.recommend import PAIR_BAND
-from shardwise.planner.time.band import HOST, HOST_BOUND, HOST_MEASURED, NODES, PARTS, kernels_fact
+from shardwise.planner.time.band import HOST, HOST_BOUND, HOST_MEASURED, NODES, OFFLOADED, PARTS, kernels_fact
 from shardwise.planner.time.collective import PROTOCOLS, TREE_BANDWIDTH, can_link, link_speed
 from shardwise.planner.time.compute import RECOMPUTE_ISSUES, can_time
+from shardwise.planner.time.host_link import NODE_BYTES_PER_S, host_memory_speed
+from shardwise.planner.time.step_time import MOST_ISSUED, STEPS_UNTIL_STEADY
 from shardwise.planner.time.straggler import MANY, PAUSE_SECONDS, PAUSED_SHARE, SPREAD, expected_maximum
-from shardwise.report.planner_page.model_laws import DEVICE_COUNTS, PER_NODE
+from shardwise.report.planner_page.page_plans import DEVICE_COUNTS, PER_NODE
 
 _RELATIVE = ("matmul", "attention", "rms_norm", "rms_norm_backward")
 """Kernels whose speed, relative to the calibration, may be specific to a device."""
@@ -96,11 +98,20 @@ def _device(model: KernelModel) -> dict[str, Any]:
         "relative_reach": reaches,
         "update": list(model.calibration.update.get("adamw", model.calibration.update["adamw-fused"])),
         "host_factor": host_factor(device),
+        "host_link": _host_link(device),
         "link": link_speed(node.link) if node.link is not None else None,
         "fabric": _fabric(device),
         "kernels_band": PARTS[kernels_fact(device)],
         "host_band": PARTS[HOST if device.host is None and device.calibration is None else HOST_MEASURED],
     }
+
+
+def _host_link(device: Device) -> list[float] | None:
+    """Return the speed of copies to or from host memory, in one direction and in both at once; None if unknown."""
+    if device.host_link is None:
+        return None
+    speed = host_memory_speed(device)
+    return [speed.copy_bytes_per_s, speed.both_bytes_per_s]
 
 
 def _outside(device: Device) -> int:
@@ -142,6 +153,10 @@ def _constants() -> dict[str, Any]:
         "pair_band": PAIR_BAND,
         "nodes_band": PARTS[NODES],
         "host_bound": HOST_BOUND,
+        "offloaded_band": PARTS[OFFLOADED],
+        "node_host_bytes_per_s": NODE_BYTES_PER_S,
+        "most_issued": MOST_ISSUED,
+        "steps_until_steady": STEPS_UNTIL_STEADY,
         "slowdown": SLOWDOWN,
         "recompute_issues": RECOMPUTE_ISSUES,
         "protocols": [[one.base_seconds, one.hop, one.bandwidth] for one in PROTOCOLS],

@@ -2,7 +2,7 @@
 "use strict";
 
 const allocationLedger = (() => {
-  const { ACTIVATION_DIED, COPY_DIED, GRADIENT_BORN, SCRATCH, COLUMN_SUM, CHANGE, MOVE } = memoryModel.codes;
+  const { ACTIVATION_DIED, COPY_DIED, GRADIENT_BORN, SCRATCH, COLUMN_SUM, CHANGE, MOVE, SAVED } = memoryModel.codes;
 
   // A step as single allocations and releases, in order. `slots` has the slot of each entry, 0 if it is released at once;
   // `sizes` has −1 for a release, else the index of its size in `kinds`: {bytes}, {law} or {law, columns}. `first` and
@@ -10,14 +10,13 @@ const allocationLedger = (() => {
   // the first gradient of a parameter. With `isFirst` the entries are those of the first step, which gathers in another
   // order.
   class Ledger {
-    constructor(model, cut, { step, column, way }, cutStep, isFirst = false) {
-      Object.assign(this, { slots: [], sizes: [], kinds: [], updateAt: 0, firstGradAt: 0, numSlots: 0 });
+    constructor(model, cut, { number, way }, cutStep, isFirst = false) {
+      Object.assign(this, { slots: [], sizes: [], kinds: [], kindOf: [0], updateAt: 0, firstGradAt: 0, numSlots: 0 });
       this.known = new Map();
       this.buffers = new Map();
       this.storages = new Map();
       this.byLaw = new Map();
       this.grads = new Map();
-      const number = (place) => { const value = step.columns[place]; return Array.isArray(value) ? value[column] : value; };
       const unfold = (groups) => groups.flatMap(([count, places]) => { const list = places.map(number); return Array.from({ length: count }, () => list).flat(); });
       Object.assign(this, { first: unfold(cutStep.first), moments: unfold(cutStep.moments) });
       const others = new Map(isFirst ? cutStep.first_changes : []);
@@ -40,6 +39,7 @@ const allocationLedger = (() => {
     allocate(kind) {
       this.slots.push(++this.numSlots);
       this.sizes.push(kind);
+      this.kindOf.push(kind);
       return this.numSlots;
     }
 
@@ -58,9 +58,19 @@ const allocationLedger = (() => {
       } else if (change[0] === MOVE) {
         const bytes = number(change[3]), slot = this.held(`${change[1]} ${bytes}`).shift();
         if (slot !== undefined) this.held(`${change[2]} ${bytes}`).push(slot);
-      } else {
+      } else if (change[0] === SAVED) this.moveSaved(change[1], change[2] === 1);
+      else {
         for (const slot of (this.grads.get(change[1]) ?? new Map()).values()) this.release(slot);
         this.grads.delete(change[1]);
+      }
+    }
+
+    // Releases the storages that a unit has left behind; or allocates them again, for backward to release.
+    moveSaved(unit, toHost) {
+      for (const [key, slot] of this.storages) {
+        if (Math.floor(key / 65536) !== unit) continue;
+        if (toHost) this.release(slot);
+        else this.storages.set(key, this.allocate(this.kindOf[slot]));
       }
     }
 

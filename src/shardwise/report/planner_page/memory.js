@@ -3,7 +3,7 @@
 
 const memoryModel = (() => {
   const ACTIVATION_BORN = 0, ACTIVATION_DIED = 1, COPY_BORN = 2, COPY_DIED = 3, GRADIENT_BORN = 4, SCRATCH = 5, COLUMN_SUM = 6;
-  const CHANGE = 0, MOVE = 1;
+  const CHANGE = 0, MOVE = 1, SAVED = 3;
   const sum = (numbers) => numbers.reduce((total, number) => total + number, 0);
 
   // A law at one length of sample: [const, per sample].
@@ -72,27 +72,51 @@ const memoryModel = (() => {
     return blocks > 1 ? 4 * columns * blocks * blockWidth * vector : 0;
   }
 
+  // A step with the numbers of a column: those that do not differ between columns are single values.
+  function numbered(step, column) {
+    const number = (place) => { const value = step.columns[place]; return Array.isArray(value) ? value[column] : value; };
+    return { ...step, number };
+  }
+
+  // What the forward of each unit saves for backward, by the number of the unit: [const, per sample].
+  function savedLines(model, { way, streams }) {
+    const { storages } = model.ways[way].whole;
+    return new Map(model.saved.map(([unit, row]) => { const { end } = streams(storages[row]); return [unit, [end[0], end[1]]]; }));
+  }
+
+  // Bytes in host memory on one rank: states and, if activations wait there, what units save and, once, what they share.
+  function hostLine(model, { step, way, seq, streams, keepsActivations }) {
+    const states = step.number(step.host);
+    if (!keepsActivations) return [states, 0];
+    const lines = [...savedLines(model, { way, streams }).values()];
+    const shared = model.ways[way].shared.map((law) => lineOf(model.laws[law], seq)).filter(([, each]) => each === 0);
+    return [states + sum([...lines, ...shared].map(([fixed]) => fixed)), sum(lines.map(([, each]) => each))];
+  }
+
   // Replays the rows of a step: bytes by category, and the peaks, one of which is the highest at any batch.
-  function replay(model, { step, column, way, seq, streams }) {
+  function replay(model, { step, way, seq, streams }) {
     const index = (category) => model.categories.indexOf(category);
     const ACTIVATIONS = index("activations"), GATHERED = index("gathered"), REDUCE = index("reduce");
-    const number = (place) => { const value = step.columns[place]; return Array.isArray(value) ? value[column] : value; };
+    const { number } = step, { storages } = model.ways[way][step.length];
+    let saved = null;
     const batch = lineOf(model.batch_bytes, seq);
     const fixed = step.at_rest.map(number), each = fixed.map(() => 0);
     fixed[ACTIVATIONS] += batch[0];
     each[ACTIVATIONS] += batch[1];
     const pending = new Map(), groups = new Map();
-    const see = (label, height, columnSum) => {
-      const at = height ?? [0, 0, 0, 0, 0];
-      const total = sum(fixed) + at[0] + at[2] + at[4], slope = sum(each) + at[1] + at[3];
+    let at = null;
+    const see = (height, columnSum) => {
+      const more = height ?? [0, 0, 0, 0, 0];
+      const total = sum(fixed) + more[0] + more[2] + more[4], slope = sum(each) + more[1] + more[3];
       const key = columnSum ? columnSum.key : "";
       if (!groups.has(key)) groups.set(key, []);
       const group = groups.get(key);
       if (group.some(([c, p]) => c >= total && p >= slope)) return;
       const seenFixed = fixed.slice(), seenEach = each.slice();
-      seenFixed[ACTIVATIONS] += at[0]; seenEach[ACTIVATIONS] += at[1];
-      seenFixed[GATHERED] += at[2]; seenEach[GATHERED] += at[3];
-      seenFixed[REDUCE] += at[4];
+      seenFixed[ACTIVATIONS] += more[0]; seenEach[ACTIVATIONS] += more[1];
+      seenFixed[GATHERED] += more[2]; seenEach[GATHERED] += more[3];
+      seenFixed[REDUCE] += more[4];
+      const label = at ? `${model.triggers[at[0]]} ${model.units[at[1]]}` : "at rest";
       addHighest(group, [total, slope, { fixed: seenFixed, each: seenEach, label, columnSum }]);
     };
     const add = (height, times) => {
@@ -102,7 +126,8 @@ const memoryModel = (() => {
     // Adds what the omitted units leave behind, after the last row of the unit that stands for them.
     let last = -1, leftOut = [];
     const follow = () => { leftOut.forEach((leave) => leave()); leftOut = []; };
-    model.rows.forEach(([label, unit, repeats], row) => {
+    model.rows[step.length].forEach(([trigger, unit, repeats], row) => {
+      at = [trigger, unit];
       if (unit !== last) follow();
       last = unit;
       for (const change of step.changes[row]) {
@@ -111,22 +136,28 @@ const memoryModel = (() => {
           if (isLeftOut) leftOut.push(() => { fixed[change[1]] += bytes; });
           else {
             fixed[change[1]] += bytes;
-            if (bytes > 0) see(label);
+            if (bytes > 0) see();
           }
         } else if (change[0] === MOVE) {
           const bytes = number(change[3]);
           fixed[change[1]] -= bytes;
           fixed[change[2]] += bytes;
+        } else if (change[0] === SAVED) {
+          saved ??= savedLines(model, { way, streams });
+          const sign = change[2] ? -1 : 1, [bytes, bytesEach] = saved.get(change[1]).map((one) => sign * one);
+          fixed[ACTIVATIONS] += bytes;
+          each[ACTIVATIONS] += bytesEach;
+          if (bytes > 0 || bytesEach > 0) see();
         } else {
           fixed[REDUCE] -= pending.get(change[1]) ?? 0;
           pending.delete(change[1]);
         }
       }
-      const stored = model.ways[way].storages[row];
+      const stored = storages[row];
       if (stored === undefined) return;
       const peak = streams(stored);
-      for (const [, , height] of peak.points) see(label, height);
-      for (const one of peak.sums) for (const [, , height] of one.points) see(label, height, one);
+      for (const [, , height] of peak.points) see(height);
+      for (const one of peak.sums) for (const [, , height] of one.points) see(height, one);
       add(peak.end, 1);
       fixed[REDUCE] += peak.end[4];
       for (const [owner, bytes] of peak.grads) {
@@ -136,7 +167,8 @@ const memoryModel = (() => {
       // Only activations; the engine frees gradients.
       leftOut.push(() => add(peak.end, repeats - 1));
     });
-    if (groups.size === 0) see("at rest");
+    at = null;
+    if (groups.size === 0) see();
     return [...groups.values()].flat();
   }
 
@@ -157,5 +189,6 @@ const memoryModel = (() => {
     return bytes;
   }
 
-  return { lineOf, streamPeak, columnSumBytes, replay, highest, breakdown, codes: { ACTIVATION_BORN, ACTIVATION_DIED, COPY_BORN, COPY_DIED, GRADIENT_BORN, SCRATCH, COLUMN_SUM, CHANGE, MOVE } };
+  const codes = { ACTIVATION_BORN, ACTIVATION_DIED, COPY_BORN, COPY_DIED, GRADIENT_BORN, SCRATCH, COLUMN_SUM, CHANGE, MOVE, SAVED };
+  return { lineOf, streamPeak, columnSumBytes, numbered, savedLines, hostLine, replay, highest, breakdown, codes };
 })();

@@ -6,40 +6,24 @@ devices are columns of numbers (column_table.py).
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby
 from typing import Any
 
 from shardwise.errors import InvalidModel
-from shardwise.hardware import Cluster, cluster_of
-from shardwise.plan import Plan
+from shardwise.hardware import cluster_of
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import SHARDED, STRATEGIES
 from shardwise.planner.job import Job
-from shardwise.planner.memory.peak import job_of
-from shardwise.planner.memory.replay import Change, MemoryChange, MemoryRow, Recategorize
+from shardwise.planner.memory.events import released_of_root
 from shardwise.planner.memory.reserved import reserved_jobs
 from shardwise.planner.search.candidates import SpecFor
 from shardwise.planner.time.compute import COLUMN_BYTES, KERNELS, MOVED
 from shardwise.planner.time.pieces import pieces_of
-from shardwise.planner.time.step_time import timed_job
-from shardwise.report.planner_page.column_table import NumberedStep, merged
-from shardwise.report.planner_page.priced_step import priced_step
-from shardwise.spec import ModelSpec
+from shardwise.report.planner_page.page_plans import HOSTS, PAGE_PLAN, WAYS, page_job
+from shardwise.report.planner_page.strategy_steps import strategy_steps
+from shardwise.report.planner_page.value_tables import ValueTables
 from shardwise.spec.law import Law
-from shardwise.spec.step import Act, Op, StorageEvent, What
+from shardwise.spec.step import BEFORE_FORWARD, Act, Op, StorageEvent, What
 from shardwise.vocabulary.categories import CATEGORIES
 
-WAYS = ("none", "selective", "full")
-"""The choices for recomputing activations."""
-
-PER_NODE = 8
-DEVICE_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 128, 256, 512, 1024)
-"""The numbers of devices that the page offers: one node of up to 8, or several nodes of 8."""
-
-PAGE_PLAN = Plan(precision="bf16")
-"""The settings that the page does not change. The optimizer is AdamW."""
-
-_CHANGE, _MOVE, _TAKE = range(3)
 # Codes of storage events; memory.js has the same list.
 _CODES = {
     (What.ACTIVATION, Act.BORN): 0,
@@ -52,20 +36,6 @@ _CODES = {
 _COLUMN_SUM = 6
 
 
-class _Tables:
-    """Tables of distinct values, which are referred to by number."""
-
-    def __init__(self) -> None:
-        self._tables: dict[str, dict[Any, int]] = {}
-
-    def number(self, table: str, value: Any) -> int:
-        known = self._tables.setdefault(table, {})
-        return known.setdefault(value, len(known))
-
-    def values(self, table: str) -> list[Any]:
-        return list(self._tables.get(table, {}))
-
-
 def model_data(spec_for: SpecFor, *, name: str, longest: int | None) -> dict[str, Any]:
     """Return a model for JSON. `longest` is the longest sample that is offered; None if samples have no length.
 
@@ -74,22 +44,24 @@ def model_data(spec_for: SpecFor, *, name: str, longest: int | None) -> dict[str
     computes    lists of operations, by their numbers
     storages    lists of events, four numbers each: code, law, the owner of a gradient or the columns of a sum, and the
                 number of the storage within its unit
-    rows        [label, unit, number of units that it stands for]: the rows of a shortened step
-    ways        recompute → the storages of each row, and the computation (`_computed`)
+    rows        of a shortened step and of the whole one: [trigger, unit, number of units that it stands for]
+    ways        recompute → of both steps, the storages of each row and the computation (`_way`)
+    saved       [unit, row of the whole step] of the units whose activations may wait in host memory
     cuts        the models that the allocator's model runs: all units, or two shortened models (`_cut`)
-    strategies  name → its steps, on one axis and on a mesh with two axes (`_step`)
+    strategies  choice for host memory → strategy → its steps (strategy_steps.py)
     """
     for way in WAYS:
         spec = spec_for(replace(PAGE_PLAN, recompute=way))
     if not spec.traces:
         raise InvalidModel(f"{name}: only its number of parameters is known, so the page has nothing to compute with")
-    tables = _Tables()
-    cluster = cluster_of("8xh100-80gb")
-    jobs = {way: _job(spec, Plan(strategy="fsdp", precision="bf16", recompute=way), Mesh(shard=8)) for way in WAYS}
-    rows = [[row.label, tables.number("units", row.unit), row.repeats] for row in jobs["none"].memory_rows]
-    ways = {way: _way(job, tables) for way, job in jobs.items()}
+    tables = ValueTables()
+    mesh = Mesh(shard=8)
+    jobs = {way: page_job(spec, mesh, recompute=way) for way in WAYS}
+    whole = {way: page_job(spec, mesh, recompute=way, **HOSTS["all"]) for way in WAYS}
+    rows = {"short": _rows(jobs["none"], tables), "whole": _rows(whole["none"], tables)}
+    ways = {way: _way(jobs[way], whole[way], tables) for way in WAYS}
     cuts = [_cut(cut_jobs, tables) for cut_jobs in zip(*(reserved_jobs(job) for job in jobs.values()), strict=True)]
-    strategies = {strategy: _strategy(spec, strategy, cluster=cluster, tables=tables) for strategy in STRATEGIES}
+    strategies = strategy_steps(spec, cluster=cluster_of("8xh100-80gb"), tables=tables)
     return {
         "name": name,
         "num_params": spec.num_params,
@@ -100,8 +72,10 @@ def model_data(spec_for: SpecFor, *, name: str, longest: int | None) -> dict[str
         "batch_bytes": _terms(spec.batch_bytes or Law((0, 0, 0, 0, 0, 0))),
         "rows": rows,
         "ways": ways,
+        "saved": _saved(whole["none"], tables),
         "cuts": cuts,
         "strategies": strategies,
+        "triggers": tables.values("triggers"),
         "units": tables.values("units"),
         "names": tables.values("names"),
         "ops": [_op(op, tables) for op in tables.values("ops")],
@@ -111,26 +85,46 @@ def model_data(spec_for: SpecFor, *, name: str, longest: int | None) -> dict[str
     }
 
 
-def _job(spec: ModelSpec, plan: Plan, mesh: Mesh) -> Job:
-    return job_of(spec, plan=replace(plan, mesh=mesh), num_ranks=mesh.num_ranks, optimizer="adamw", device="cuda")
+def _rows(job: Job, tables: ValueTables) -> list[list[int]]:
+    return [
+        [
+            tables.number("triggers", row.label.removesuffix(f" {row.unit}")),
+            tables.number("units", row.unit),
+            row.repeats,
+        ]
+        for row in job.memory_rows
+    ]
 
 
-def _way(job: Job, tables: _Tables) -> dict[str, Any]:
-    """Return one choice for recomputing: the storages of each row, and what a shortened and a complete step compute."""
-    complete = timed_job(_job(job.spec, replace(job.plan, strategy="ddp"), Mesh(shard=8)))
+def _way(job: Job, whole: Job, tables: ValueTables) -> dict[str, Any]:
+    """Return one choice for recomputing, of a shortened step and of the whole one.
+
+    shared   laws of what the root has made and all units save; in host memory it is there once (events.py)
+    """
+    shared = [tables.number("laws", law) for law in released_of_root(whole.memory_streams)]
     return {
-        "storages": _stored(job, tables),
-        "short": _computed(job, tables),
-        "whole": _computed(complete, tables),
+        "short": {"storages": _stored(job, tables), **_computed(job, tables)},
+        "whole": {"storages": _stored(whole, tables), **_computed(whole, tables)},
+        "shared": shared,
     }
 
 
-def _stored(job: Job, tables: _Tables) -> list[int]:
+def _saved(whole: Job, tables: ValueTables) -> list[list[int]]:
+    """Return the units that may keep activations in host memory, with the row of their forward, in its order."""
+    found = {
+        unit: number
+        for number, ((trigger, unit, _), _) in enumerate(whole.streams)
+        if trigger == BEFORE_FORWARD and whole.plan.has_activations_on_host(unit)
+    }
+    return [[tables.number("units", unit), number] for unit, number in found.items()]
+
+
+def _stored(job: Job, tables: ValueTables) -> list[int]:
     """Return the storages of each row, by their numbers."""
     return [tables.number("storages", tuple(_events(stream.events, tables))) for _, stream in job.streams]
 
 
-def _cut(jobs: Sequence[Job], tables: _Tables) -> dict[str, Any]:
+def _cut(jobs: Sequence[Job], tables: ValueTables) -> dict[str, Any]:
     """Return a shortened model: the unit of each row, the row of the update, and recompute → the storages of each row.
 
     `jobs` has one job for each of WAYS.
@@ -144,7 +138,7 @@ def _cut(jobs: Sequence[Job], tables: _Tables) -> dict[str, Any]:
     }
 
 
-def _computed(job: Job, tables: _Tables) -> dict[str, Any]:
+def _computed(job: Job, tables: ValueTables) -> dict[str, Any]:
     """Return pieces: [list of operations, whether backward, recomputed ones at its start, units that it stands for]."""
     pieces = pieces_of(job)
     return {
@@ -161,7 +155,7 @@ def _computed(job: Job, tables: _Tables) -> dict[str, Any]:
     }
 
 
-def _events(events: Sequence[StorageEvent], tables: _Tables) -> Iterator[int]:
+def _events(events: Sequence[StorageEvent], tables: ValueTables) -> Iterator[int]:
     for event in events:
         law = tables.number("laws", event.num_bytes)
         if event.columns:
@@ -172,7 +166,7 @@ def _events(events: Sequence[StorageEvent], tables: _Tables) -> Iterator[int]:
         # Other events of gradients are left out: Shardwise's engine decides when gradients are freed.
 
 
-def _op(op: Op, tables: _Tables) -> list[Any]:
+def _op(op: Op, tables: ValueTables) -> list[Any]:
     kernel = KERNELS.get(op.name, op.name)
     laws = [tables.number("laws", law) for law in (op.num_flops, op.num_bytes)]
     dims = [tables.number("laws", dim) for dim in op.dims]
@@ -182,90 +176,3 @@ def _op(op: Op, tables: _Tables) -> list[Any]:
 def _terms(law: Law) -> list[int]:
     c0, _, _, b0, _, _ = law.terms
     return [c0, b0] if law.terms == (c0, 0, 0, b0, 0, 0) else list(law.terms)
-
-
-def _strategy(spec: ModelSpec, strategy: str, *, cluster: Cluster, tables: _Tables) -> dict[str, Any]:
-    plan = replace(PAGE_PLAN, strategy=strategy)
-    shards = STRATEGIES[strategy].optim is SHARDED
-    counts = [count for count in DEVICE_COUNTS if PER_NODE <= count < DEVICE_COUNTS[-1]] if shards else []
-    flat = {count: _step(spec, plan, Mesh(shard=count), cluster=cluster, tables=tables) for count in DEVICE_COUNTS}
-    crossed = {
-        count: _step(spec, plan, Mesh(replicate=2, shard=count), cluster=cluster, tables=tables) for count in counts
-    }
-    return {"shards": shards, "flat": merged(flat), "crossed": merged(crossed)}
-
-
-def _step(spec: ModelSpec, plan: Plan, mesh: Mesh, *, cluster: Cluster, tables: _Tables) -> NumberedStep:
-    """Return the step of one strategy on one mesh.
-
-    is_whole       whether all units are timed, or those of a shortened step
-    communicators  communicators of a process after the first
-    at_rest        bytes by category, without the batch
-    changes        of each row: [0, category, bytes], [1, from category, to category, bytes] or [2, unit]
-    cuts           of each shortened model: its `changes` and the allocations of the first step (`_cut_step`)
-    instructions, num_update    as from priced_step
-    """
-    job = _job(spec, plan, mesh)
-    timed = timed_job(job)
-    step = NumberedStep()
-    instructions, num_update = priced_step(timed, cluster=cluster, note=step.note)
-    for row in instructions:
-        row[1] = tables.number("names", row[1])
-    step.form = {
-        "is_whole": timed is not job,
-        "communicators": job.num_communicators - 1,
-        "at_rest": [step.note(line.const) for line in job.at_rest],
-        "changes": [_changes(row, step, tables) for row in job.memory_rows],
-        "cuts": [_cut_step(cut, step, tables) for cut in reserved_jobs(job)],
-        "instructions": instructions,
-        "num_update": num_update,
-    }
-    return step
-
-
-def _cut_step(job: Job, step: NumberedStep, tables: _Tables) -> dict[str, Any]:
-    """Return the step of a shortened model.
-
-    changes         of each row, as in `_step`
-    first_changes   [row, its changes] of the rows that differ in the first step
-    first, moments  sizes of the allocations before the first step, and of those in its update: [number of units, sizes
-                    of each], then those that belong to no unit
-    """
-    states = [(tuple(size for size in (*one.held, one.buffers) if size), one.moments) for one in job.states.values()]
-    groups = [(key, len(list(group))) for key, group in groupby(states)]
-    return {
-        "changes": [_changes(row, step, tables) for row in job.memory_rows],
-        "first_changes": [
-            [index, _changes(row, step, tables)]
-            for index, (row, later) in enumerate(zip(job.first_rows, job.memory_rows, strict=True))
-            if row.changes != later.changes
-        ],
-        "first": [
-            *([count, list(map(step.note, held))] for (held, _), count in groups),
-            [1, [step.note(size) for size in job.buffers_at_rest() if size]],
-        ],
-        "moments": [[count, list(map(step.note, moments))] for (_, moments), count in groups],
-    }
-
-
-def _changes(row: MemoryRow, step: NumberedStep, tables: _Tables) -> list[list[Any]]:
-    return [noted for change in row.changes for noted in _change(change, step, tables)]
-
-
-def _change(change: MemoryChange, step: NumberedStep, tables: _Tables) -> Iterator[list[Any]]:
-    """Yield a change as JSON; that of units that are left out is a separate one, with a 1 at its end."""
-    if isinstance(change, Change):
-        assert change.per_sample == 0
-        category = CATEGORIES.index(change.category)
-        if change.const:
-            yield [_CHANGE, category, step.note(change.const)]
-        if change.others:
-            yield [_CHANGE, category, step.note(change.others), 1]
-    elif isinstance(change, Recategorize):
-        before, after = CATEGORIES.index(change.before), CATEGORIES.index(change.after)
-        yield [_MOVE, before, after, step.note(change.num_bytes)]
-        if change.others:
-            yield [_CHANGE, before, step.note(-change.others), 1]
-            yield [_CHANGE, after, step.note(change.others), 1]
-    else:
-        yield [_TAKE, tables.number("units", change.unit)]

@@ -28,7 +28,7 @@ const plannerPage = (() => {
   const capacityGib = () => hardware.devices[state.device].capacity / GIB;
 
   function settings() {
-    return { device: state.device, count: state.gpus, recompute: state.recompute, seq: state.seq, batch: state.batch,
+    return { device: state.device, count: state.gpus, recompute: state.recompute, host: state.host, seq: state.seq, batch: state.batch,
       budget: state.budget === null ? null : state.budget * GIB };
   }
 
@@ -54,6 +54,7 @@ const plannerPage = (() => {
     state.gpus = nearest(counts(), Number(asked.gpus) || 8);
     state.batch = asked.batch && asked.batch !== "auto" && Number(asked.batch) >= 1 ? Math.min(Math.round(Number(asked.batch)), MOST_BATCH) : null;
     state.recompute = RECOMPUTES.includes(asked.recompute) ? asked.recompute : "none";
+    state.host = asked.host in HOSTS && offersHost(hardware, settings()) ? asked.host : "none";
     const budget = Math.round(Number(asked.budget));
     state.budget = budget >= 1 && budget < capacityGib() ? budget : null;
     state.plan = asked.plan || null;
@@ -65,8 +66,8 @@ const plannerPage = (() => {
 
   const fromHash = () => Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
   function toHash() {
-    const { model, device, gpus, batch, seq, recompute, budget, plan, tokens, price } = state;
-    const given = { model, device, gpus, batch: batch ?? "auto", recompute, ...(seq && { seq }), ...(budget && { budget }), ...(plan && { plan }), ...(tokens && { tokens }), ...(price && { price }) };
+    const { model, device, gpus, batch, seq, recompute, host, budget, plan, tokens, price } = state;
+    const given = { model, device, gpus, batch: batch ?? "auto", recompute, ...(host !== "none" && { host }), ...(seq && { seq }), ...(budget && { budget }), ...(plan && { plan }), ...(tokens && { tokens }), ...(price && { price }) };
     history.replaceState(null, "", `#${new URLSearchParams(given)}`);
   }
 
@@ -98,6 +99,12 @@ const plannerPage = (() => {
     at("budget").setAttribute("aria-valuetext", text);
     at("budget-value").textContent = text;
     for (const input of at("recompute").querySelectorAll("input")) input.checked = input.value === state.recompute;
+    const isOffered = offersHost(hardware, settings());
+    for (const input of at("host").querySelectorAll("input")) {
+      input.checked = input.value === state.host;
+      input.disabled = !isOffered && input.value !== "none";
+    }
+    at("host-note").textContent = isOffered ? "" : `For up to ${hardware.per_node} GPUs; the command computes it for more.`;
     for (const id of ["tokens", "price"]) at(`${id}-control`).hidden = state.seq === null;
     if (document.activeElement !== at("tokens")) at("tokens").value = state.tokens;
     if (document.activeElement !== at("price")) at("price").value = state.price ?? "";
@@ -116,13 +123,12 @@ const plannerPage = (() => {
     at("budget").addEventListener("input", change((target) => { state.budget = Number(target.value) >= capacityGib() ? null : Number(target.value); }));
     at("tokens").addEventListener("input", change((target) => { state.tokens = target.value; }));
     at("price").addEventListener("input", change((target) => { state.price = Number(target.value) || null; }));
-    at("recompute").addEventListener("change", change((target) => { state.recompute = target.value; }));
+    for (const id of ["recompute", "host"]) at(id).addEventListener("change", change((target) => { state[id] = target.value; }));
     document.querySelector(".controls").addEventListener("submit", (event) => event.preventDefault());
     window.addEventListener("hashchange", () => { checked(fromHash()); update(); });
     window.addEventListener("resize", () => shown && view.drawFrontier());
     at("download").addEventListener("click", () => save("plan.toml", plan()));
     at("copy").addEventListener("click", copyLink);
-    at("apply").addEventListener("click", () => { Object.assign(state, shown.way.change.count ? { gpus: shown.way.change.count } : {}, shown.way.change.recompute ? { recompute: shown.way.change.recompute } : {}, "batch" in shown.way.change ? { batch: shown.way.change.batch } : {}); update(); });
     listenToFiles();
   }
 
@@ -141,9 +147,14 @@ const plannerPage = (() => {
     return found;
   }
 
+  function apply({ count, ...change }) {
+    Object.assign(state, count ? { gpus: count } : {}, change);
+    update();
+  }
+
   // One row per strategy, on its best mesh; on the one with the smallest peak if none fits.
-  function byStrategy(planner, found) {
-    return STRATEGIES.map((strategy) => {
+  function byStrategy(planner, found, asked) {
+    return planner.strategies(asked).map((strategy) => {
       const own = found.filter((one) => one.strategy === strategy);
       return planner.best(own)?.best ?? own.reduce((least, one) => (one.device < least.device ? one : least));
     });
@@ -178,7 +189,7 @@ const plannerPage = (() => {
   const pause = () => new Promise((done) => { channel.port1.onmessage = done; channel.port2.postMessage(null); });
   async function refine(planner, asked, { own, began }) {
     const found = [], cluster = planner.cluster(asked);
-    for (const strategy of STRATEGIES) {
+    for (const strategy of planner.strategies(asked)) {
       for (const mesh of planner.meshes(strategy, cluster)) {
         await pause();
         if (own !== turn) return;
@@ -203,17 +214,17 @@ const plannerPage = (() => {
 
   function show(planner, asked, found, { isRough }) {
     const recommended = planner.best(found);
-    const rows = byStrategy(planner, found).map((row) => Object.assign(row, { label: row.mesh.replicate > 1 ? `${row.strategy} ${row.mesh.replicate}×${row.mesh.shard}` : row.strategy }));
+    const rows = byStrategy(planner, found, asked).map((row) => Object.assign(row, { label: row.mesh.replicate > 1 ? `${row.strategy} ${row.mesh.replicate}×${row.mesh.shard}` : row.strategy }));
     const chosen = rows.find((row) => row.strategy === state.plan) ?? (recommended && rows.find((row) => row.strategy === recommended.best.strategy)) ?? rows[rows.length - 1];
     const frontier = shown && shown.planner === planner ? shown.frontier : null;
-    const way = recommended || isRough ? null : planner.wayOut(asked);
-    shown = { planner, asked, found, rows, recommended, chosen, frontier, way, isRough };
+    const ways = recommended || isRough ? [] : planner.waysOut(asked);
+    shown = { planner, asked, found, rows, recommended, chosen, frontier, ways, isRough };
     draw();
   }
 
   const plan = () => shown.planner.toml(shown.chosen, shown.asked, data.plan);
 
-  const view = pageView({ hardware, choose, get training() { return training(); }, get state() { return state; }, get shown() { return shown; } });
+  const view = pageView({ hardware, choose, apply, get training() { return training(); }, get state() { return state; }, get shown() { return shown; } });
   const draw = () => { showControls(shown.planner.model); view.draw(); };
 
   function choose(row) {

@@ -15,7 +15,8 @@ from shardwise.plan.mesh import Mesh
 from shardwise.report.page.html_document import asset, html_document
 from shardwise.report.page.markup import Markup, data_script
 from shardwise.report.planner_page.device_tables import hardware_data, offered_devices
-from shardwise.report.planner_page.model_laws import PAGE_PLAN, model_data
+from shardwise.report.planner_page.model_laws import model_data
+from shardwise.report.planner_page.page_plans import PAGE_PLAN
 from shardwise.sources import Source
 from shardwise.spec.shipped import ready_spec
 from shardwise.vocabulary.collection import without_collection

@@ -2,7 +2,8 @@
 "use strict";
 
 const stepTime = (() => {
-  const PIECE = 0, COPY = 1, UPDATE = 2, CALLED = 3, SENT = 4, WAITED = 5, MARKED = 6;
+  const PIECE = 0, COPY = 1, UPDATE = 2, CALLED = 3, SENT = 4, WAITED = 5, MARKED = 6, STREAMED = 7, LOADED = 8;
+  const BOTH_WAYS = 1, SAVED = 2;
   const FAR_AHEAD = 1e6, ROUNDING = 1e-6;
   const SHARD = 0, REPLICATE = 1, WORLD = 2, GATHER = 0;
 
@@ -44,10 +45,15 @@ const stepTime = (() => {
     return ring.nodes > 1 ? Math.min(around, treeSeconds(ring, bytes, hardware)) : around;
   }
 
-  // The step of one strategy on a cluster, for any batch: instructions with seconds.
-  function scheduleOf(step, column, { mesh, cluster, kernels, hardware }) {
-    const rings = ringsOf(mesh, cluster), factor = kernels.device.host_factor;
-    const number = (place) => { const value = step.columns[place]; return Array.isArray(value) ? value[column] : value; };
+  // Bytes per second to or from host memory, which the devices of a node share; in both directions at once, each.
+  function hostSpeed({ host_link: link }, { perNode }, hardware, isBoth) {
+    return Math.min(link[isBoth ? 1 : 0], hardware.node_host_bytes_per_s / perNode / (isBoth ? 2 : 1));
+  }
+
+  // The step of one strategy on a cluster, for any batch: instructions with seconds; with bytes where they depend on it.
+  function scheduleOf(step, { mesh, cluster, kernels, hardware }) {
+    const rings = ringsOf(mesh, cluster), { device } = kernels, factor = device.host_factor, { number } = step;
+    const hostCopy = (kind, amount) => (kind === SAVED ? { unit: amount } : { seconds: number(amount) / hostSpeed(device, cluster, hardware, kind === BOTH_WAYS) });
     const list = step.instructions.map(([what, name, ...rest]) => {
       switch (what) {
         case PIECE: return { what, name, piece: rest[0] };
@@ -64,24 +70,27 @@ const stepTime = (() => {
           const ring = rings[rest[1]], seconds = rest[4] * collectiveSeconds(ring, rest[2], number(rest[3]), hardware);
           return { what, name, launch: factor * number(rest[0]), isBetween: ring.nodes > 1, seconds };
         }
+        case STREAMED: return { what, name, launch: factor * number(rest[0]), ...hostCopy(rest[1], rest[2]) };
+        case LOADED: return { what, name, launch: factor * number(rest[0]), ...hostCopy(rest[1], rest[2]), after: rest[3] };
         case MARKED: return { what, name, standsFor: rest[0] ? rest[1] : 0 };
         default: return { what, name, launch: factor * number(rest[0]) };
       }
     });
-    return { list, numUpdate: step.num_update, shardNodes: rings[SHARD].nodes };
+    return { list, numUpdate: step.num_update, shardNodes: rings[SHARD].nodes, savedBytesPerSecond: device.host_link && hostSpeed(device, cluster, hardware, false) };
   }
 
-  // Four queues and their waits. `spans`, if they are recorded, are [lane, name, start, end].
+  // The queues and their waits. `spans`, if they are recorded, are [lane, name, start, end]. `lead`: seconds by which the CPU
+  // can be ahead of a device that waits. `saved`: seconds to copy what a unit has saved, by its number.
   class Queues {
-    constructor(slowdown, cpu) {
-      Object.assign(this, { slowdown, cpu, compute: 0, wire: 0, fabric: 0, exposed: 0, sent: 0, slowed: 0, ends: new Map(), spans: null });
+    constructor({ slowdown, cpu, lead, saved }) {
+      Object.assign(this, { slowdown, cpu, lead, saved, compute: 0, wire: 0, fabric: 0, host: 0, loads: 0, exposed: 0, sent: 0, slowed: 0, ends: new Map(), spans: null });
       this.marked = this.now();
       this.markedSpans = 0;
     }
 
-    now() { return [this.cpu, this.compute, this.wire, this.fabric, this.exposed, this.sent, this.slowed]; }
+    now() { return [this.cpu, this.compute, this.wire, this.fabric, this.exposed, this.sent, this.slowed, this.host, this.loads]; }
 
-    set(times) { [this.cpu, this.compute, this.wire, this.fabric, this.exposed, this.sent, this.slowed] = times; }
+    set(times) { [this.cpu, this.compute, this.wire, this.fabric, this.exposed, this.sent, this.slowed, this.host, this.loads] = times; }
 
     run(instructions, pieces) {
       for (const one of instructions) {
@@ -89,6 +98,8 @@ const stepTime = (() => {
         else if (one.what === SENT) this.send(one);
         else if (one.what === WAITED) this.wait(one);
         else if (one.what === CALLED) this.cpu += one.launch;
+        else if (one.what === STREAMED) this.stream(one);
+        else if (one.what === LOADED) this.load(one);
         else this.mark(one.standsFor);
       }
     }
@@ -109,7 +120,8 @@ const stepTime = (() => {
 
     send({ name, launch, isBetween, seconds }) {
       this.cpu += launch;
-      const start = Math.max(this.compute, this.cpu, isBetween ? this.fabric : this.wire), end = start + seconds;
+      // What it sends may still be on its way from host memory.
+      const start = Math.max(this.compute, this.cpu, isBetween ? this.fabric : this.wire, this.ends.get(name) ?? -Infinity), end = start + seconds;
       this.ends.set(name, end);
       if (isBetween) this.fabric = end; else this.wire = end;
       this.sent += seconds;
@@ -118,12 +130,41 @@ const stepTime = (() => {
 
     wait({ name, launch }) {
       this.cpu += launch;
-      const end = this.ends.get(name) ?? 0;
-      this.ends.delete(name);
+      const end = this.take(name);
+      this.cpu = Math.max(this.cpu, end - this.lead);
       if (end > this.compute) {
         if (end > this.cpu) this.exposed += end - Math.max(this.compute, this.cpu);
         this.compute = end;
       }
+    }
+
+    // The end of what has that name, once.
+    take(name) {
+      const end = this.ends.get(name) ?? 0;
+      this.ends.delete(name);
+      return end;
+    }
+
+    stream({ name, launch, seconds, unit }) {
+      this.cpu += launch;
+      const start = Math.max(this.host, this.compute, this.cpu), length = seconds ?? this.saved.get(unit);
+      this.host = start + length;
+      this.ends.set(name, this.host);
+      if (this.spans && length) this.spans.push([STREAMED, name, start, this.host]);
+    }
+
+    load({ name, launch, seconds, unit, after }) {
+      this.cpu += launch;
+      const start = Math.max(this.loads, this.compute, this.cpu, this.take(after));
+      let length = seconds ?? this.saved.get(unit);
+      if (this.host > start) {
+        // Both are half as fast meanwhile.
+        this.host += length;
+        length *= 2;
+      }
+      this.loads = start + length;
+      this.ends.set(name, this.loads);
+      if (this.spans && length) this.spans.push([LOADED, name, start, this.loads]);
     }
 
     mark(standsFor) {
@@ -158,15 +199,20 @@ const stepTime = (() => {
     restart(cpu) {
       const end = this.compute;
       for (const [name, arrival] of this.ends) this.ends.set(name, arrival - end);
-      this.set([cpu, 0, this.wire - end, this.fabric - end, 0, 0, 0]);
+      this.set([cpu, 0, this.wire - end, this.fabric - end, 0, 0, 0, this.host - end, this.loads - end]);
     }
   }
 
-  function once(schedule, pieces, { slowdown, cpu, records }) {
-    const queues = new Queues(slowdown, cpu);
+  // `numBefore`: the steps before it, if the CPU's lead is limited.
+  function once(schedule, pieces, { slowdown, cpu, lead = Infinity, saved, numBefore = 0, records }) {
+    const queues = new Queues({ slowdown, cpu, lead, saved });
     if (schedule.numUpdate) {
       queues.run(schedule.list.slice(-schedule.numUpdate), pieces);
       queues.restart(cpu);
+    }
+    for (let step = 0; step < numBefore; step++) {
+      queues.run(schedule.list, pieces);
+      queues.restart(queues.cpu - queues.compute);
     }
     if (records) queues.spans = [];
     queues.run(schedule.list, pieces);
@@ -174,12 +220,17 @@ const stepTime = (() => {
   }
 
   // A step in the middle of training takes as long as the slower of the two: the device with a CPU far ahead, or the CPU.
-  function steady(schedule, pieces, { slowdown, records = false }) {
-    let queues = once(schedule, pieces, { slowdown, cpu: -FAR_AHEAD, records });
+  // With host memory the CPU's `lead` over a device that waits for it is limited (planner/time/step_time.py).
+  function steady(schedule, pieces, { slowdown, lead = Infinity, numBefore, saved, records = false }) {
+    let queues = once(schedule, pieces, { slowdown, cpu: -FAR_AHEAD, saved, records });
     const deviceSeconds = queues.compute, cpuSeconds = queues.cpu + FAR_AHEAD;
-    if (cpuSeconds > deviceSeconds) queues = once(schedule, pieces, { slowdown, cpu: 0, records });
-    return { seconds: Math.max(deviceSeconds, cpuSeconds), cpuSeconds, exposed: queues.exposed, sent: queues.sent, spans: queues.spans };
+    let seconds = Math.max(deviceSeconds, cpuSeconds);
+    if (lead < cpuSeconds) {
+      queues = once(schedule, pieces, { slowdown, cpu: 0, lead, saved, numBefore, records });
+      seconds = queues.compute;
+    } else if (cpuSeconds > deviceSeconds) queues = once(schedule, pieces, { slowdown, cpu: 0, saved, records });
+    return { seconds, cpuSeconds, exposed: queues.exposed, sent: queues.sent, spans: queues.spans };
   }
 
-  return { scheduleOf, steady, PIECE, UPDATE, SENT };
+  return { scheduleOf, steady, PIECE, UPDATE, SENT, STREAMED, LOADED };
 })();

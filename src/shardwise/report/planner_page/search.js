@@ -1,11 +1,18 @@
 // Settings → the cost of every strategy, the recommendation, and the frontier: planner/search. `quick`: without the
 // allocator's model, as in the planner's frontier.
 //
-// Settings: {device, count, recompute, seq, batch (null: the most that fits), budget (bytes of a device; null: all)}.
+// Settings: {device, count, recompute, host, seq, batch (null: the most that fits), budget (bytes of a device; null: all)}.
 "use strict";
 
 const STRATEGIES = ["ddp", "zero1", "zero2", "shard_grad_op", "fsdp"], RECOMPUTES = ["none", "selective", "full"];
+// What lives in host memory, and how `shardwise plan` and a plan say so.
+const HOSTS = { none: "", states: "states", all: "states,activations" };
 const MOST_BATCH = 2 ** 16, NUM_BUDGETS = 8, MOST_LEDGERS = 60;
+
+// Whether host memory can be chosen: on one node, if the device's link to it is known.
+function offersHost(hardware, { device, count }) {
+  return count <= hardware.per_node && hardware.devices[device].host_link !== null;
+}
 
 // The largest batch that fits, if all below it do; at least 1.
 function largestFitting(fits) {
@@ -65,28 +72,33 @@ class Planner {
   // All ranks on the shard axis and, over several nodes, shards of one node and of √nodes.
   meshes(strategy, { nodes, perNode, count }) {
     const whole = { replicate: 1, shard: count };
-    if (!this.model.strategies[strategy].shards) return [whole];
+    if (!this.model.strategies.none[strategy].shards) return [whole];
     // Halves are rounded to the even number, as in Python.
     const half = Math.log2(nodes) / 2, root = 2 ** (half % 1 === 0.5 ? 2 * Math.round(half / 2) : Math.round(half));
     const shards = [...new Set([1, root])].sort((one, other) => other - one).filter((size) => size < nodes && nodes % size === 0);
     return [whole, ...shards.map((size) => ({ replicate: nodes / size, shard: perNode * size }))];
   }
 
-  // The step of a strategy on a mesh, and its column of numbers.
-  step(strategy, { replicate, shard }) {
-    const steps = this.model.strategies[strategy][replicate > 1 ? "crossed" : "flat"];
+  // A part (time, memory, allocations) of the step of a strategy on a mesh, and a key for it.
+  step(part, strategy, { replicate, shard }, { host }) {
+    const steps = this.model.strategies[host][strategy][replicate > 1 ? "crossed" : "flat"][part];
     const step = steps.find((one) => one.slices.includes(shard));
-    return { step, column: step.slices.indexOf(shard), key: `${strategy} ${replicate > 1} ${shard}` };
+    return { step: memoryModel.numbered(step, step.slices.indexOf(shard)), key: `${strategy} ${replicate > 1} ${shard} ${host}` };
+  }
+
+  streams(seq) {
+    return (stored) => this.once(`stream ${stored} ${seq}`, () =>
+      memoryModel.streamPeak(this.model.storages[stored], this.model.laws, seq, this.hardware.block_bytes));
   }
 
   memory(strategy, mesh, settings, batch) {
-    const { recompute: way, seq, device } = settings, { step, column, key } = this.step(strategy, mesh);
-    const streams = (stored) => this.once(`stream ${stored} ${seq}`, () =>
-      memoryModel.streamPeak(this.model.storages[stored], this.model.laws, seq, this.hardware.block_bytes));
-    const peaks = this.once(`peaks ${key} ${way} ${seq}`, () => memoryModel.replay(this.model, { step, column, way, seq, streams }));
+    const { recompute: way, seq, device, host } = settings, { step, key } = this.step("memory", strategy, mesh, settings);
+    const of = { step, way, seq, streams: this.streams(seq), keepsActivations: host === "all" };
+    const peaks = this.once(`peaks ${key} ${way} ${seq}`, () => memoryModel.replay(this.model, of));
+    const [states, saved] = this.once(`host ${key} ${way} ${seq}`, () => memoryModel.hostLine(this.model, of));
     const found = memoryModel.highest(peaks, batch), { outside, communicator } = this.hardware.devices[device];
     const more = outside + step.communicators * communicator;
-    return { allocated: found.bytes, reserved: found.bytes, device: found.bytes + more, found, slack: 0 };
+    return { allocated: found.bytes, reserved: found.bytes, device: found.bytes + more, host: states + saved * batch, found, slack: 0 };
   }
 
   // The same with what the allocator reserves, unless the tensors alone do not fit. With `abandons`, null as soon as it
@@ -94,15 +106,15 @@ class Planner {
   reservedMemory(strategy, mesh, settings, batch, { abandons = false } = {}) {
     const quick = this.memory(strategy, mesh, settings, batch);
     if (this.fits(quick.device, settings) === "no") return quick;
-    const { recompute: way, seq } = settings, { step, column, key } = this.step(strategy, mesh), outside = quick.device - quick.allocated;
+    const { recompute: way, seq } = settings, { step, key } = this.step("allocations", strategy, mesh, settings), outside = quick.device - quick.allocated;
     const limit = allocatorModel.rounded(this.capacity(settings) / (1 + this.hardware.memory_band)) - outside;
     const ledgerOf = (index, make) => this.once(`${key} ${way} ${index}`, make, { known: this.ledgers, most: MOST_LEDGERS });
-    const reserve = () => allocatorModel.reserve(this.model, { step, column, way, seq, batch, limit, workspace: this.hardware.workspace_bytes, ledgerOf, abandons });
+    const reserve = () => allocatorModel.reserve(this.model, { step, way, seq, batch, limit, workspace: this.hardware.workspace_bytes, ledgerOf, abandons });
     const of = `reserved ${key} ${way} ${seq} ${batch} ${limit}`;
     const found = abandons ? this.once(`${of} within`, reserve) : this.known.get(`${of} within`) ?? this.once(of, reserve);
     if (found === null) return null;
     const allocated = quick.allocated + found.slack, held = Math.max(found.reserved, allocated);
-    return { allocated, reserved: held, device: held + outside, found: quick.found, slack: found.slack };
+    return { ...quick, allocated, reserved: held, device: held + outside, slack: found.slack };
   }
 
   capacity({ device, budget }) {
@@ -117,10 +129,20 @@ class Planner {
   }
 
   schedule(strategy, mesh, settings) {
-    const { step, column, key } = this.step(strategy, mesh), cluster = this.cluster(settings), kernels = this.kernels(settings.device);
+    const { step, key } = this.step("time", strategy, mesh, settings), cluster = this.cluster(settings), kernels = this.kernels(settings.device);
     const of = `schedule ${key} ${settings.device} ${settings.count}`;
-    const schedule = this.once(of, () => stepTime.scheduleOf(step, column, { mesh, cluster, kernels, hardware: this.hardware }));
-    return { schedule, cluster, length: step.is_whole ? "whole" : "short" };
+    const schedule = this.once(of, () => stepTime.scheduleOf(step, { mesh, cluster, kernels, hardware: this.hardware }));
+    return { schedule, cluster, length: step.length };
+  }
+
+  // With host memory: the CPU's lead over a device that waits, and how long what units save is on its way.
+  hostTiming(schedule, pieces, computed, { host, recompute: way, seq }, batch) {
+    if (host === "none") return {};
+    const numOps = computed.pieces.reduce((total, [list]) => total + this.model.computes[list].length, 0);
+    const launch = pieces.reduce((total, [one]) => total + one, 0), { most_issued: most, steps_until_steady: numBefore } = this.hardware;
+    const lines = this.once(`saved ${way} ${seq}`, () => memoryModel.savedLines(this.model, { way, streams: this.streams(seq) }));
+    const saved = new Map([...lines].map(([unit, [fixed, each]]) => [unit, (fixed + each * batch) / schedule.savedBytesPerSecond]));
+    return { lead: (most * launch) / numOps, numBefore, saved };
   }
 
   time(strategy, mesh, settings, batch, { records = false } = {}) {
@@ -129,7 +151,7 @@ class Planner {
     const ops = this.once(`ops ${seq} ${batch} ${device}`, () => kernelModel.operations(this.model, { kernels: this.kernels(device), seq, batch }));
     const pieces = this.once(`pieces ${way} ${length} ${seq} ${batch} ${device}`, () =>
       kernelModel.pieceSeconds(this.model, computed, { kernels: this.kernels(device), ops }));
-    const found = stepTime.steady(schedule, pieces, { slowdown: this.hardware.slowdown, records });
+    const found = stepTime.steady(schedule, pieces, { slowdown: this.hardware.slowdown, records, ...this.hostTiming(schedule, pieces, computed, settings, batch) });
     const inGroup = strategy === "fsdp" || strategy === "shard_grad_op" ? schedule.shardNodes : 1;
     const seconds = found.seconds + this.stragglerSeconds(found.seconds, inGroup, cluster.nodes);
     const flops = this.once(`flops ${way} ${length} ${seq}`, () => kernelModel.forwardFlops(this.model, computed, seq));
@@ -165,9 +187,10 @@ class Planner {
     }
   }
 
-  timeBand(hostShare, { device }, { nodes }) {
-    const { kernels_band: kernels, host_band: host } = this.hardware.devices[device];
-    return Math.hypot(kernels, nodes > 1 ? this.hardware.nodes_band : 0, hostShare > this.hardware.host_bound ? host : 0);
+  timeBand(cpuShare, { device, host }, { nodes }) {
+    const { kernels_band: kernels, host_band: cpu } = this.hardware.devices[device];
+    const { nodes_band: between, host_bound: bound, offloaded_band: offloaded } = this.hardware;
+    return Math.hypot(kernels, nodes > 1 ? between : 0, cpuShare > bound ? cpu : 0, host === "none" ? 0 : offloaded);
   }
 
   // Days and dollars of a training at the speed of a plan (planner/search/training_cost.py).
@@ -190,18 +213,21 @@ class Planner {
     const memory = quick ? this.memory(strategy, mesh, settings, batch) : this.reservedMemory(strategy, mesh, settings, batch);
     const breakdown = memoryModel.breakdown(memory.found, this.model.categories, batch);
     breakdown[breakdown.length - 1] += memory.slack;
-    const key = `time ${strategy} ${mesh.shard} ${settings.count} ${settings.device} ${settings.recompute} ${settings.seq} ${batch}`;
+    const key = `time ${strategy} ${mesh.shard} ${settings.count} ${settings.device} ${settings.recompute} ${settings.host} ${settings.seq} ${batch}`;
     const time = () => this.once(key, () => this.time(strategy, mesh, settings, batch));
     return {
-      strategy, mesh, batch, fits: this.fits(memory.device, settings), allocated: memory.allocated, reserved: memory.reserved, device: memory.device,
+      strategy, mesh, batch, fits: this.fits(memory.device, settings), allocated: memory.allocated, reserved: memory.reserved, device: memory.device, host: memory.host,
       breakdown, at: memory.found.peak.label,
       get time() { return time(); },
     };
   }
 
+  // Only those that shard gradients can keep states in host memory.
+  strategies({ host }) { return STRATEGIES.filter((name) => name in this.model.strategies[host]); }
+
   candidates(settings, { quick = false } = {}) {
     const cluster = this.cluster(settings);
-    return STRATEGIES.flatMap((strategy) => this.meshes(strategy, cluster).map((mesh) => this.cost(strategy, mesh, settings, { quick })));
+    return this.strategies(settings).flatMap((strategy) => this.meshes(strategy, cluster).map((mesh) => this.cost(strategy, mesh, settings, { quick })));
   }
 
   // The rule of recommend.py (best_of): the simplest of those as fast as the fastest; on one device, the simplest.
@@ -236,14 +262,24 @@ class Planner {
     return best;
   }
 
-  // The smallest change of the settings that fits, as ways_out finds it: recompute, a smaller micro-batch, and then more
-  // devices, the fewest first. Gradients in 16 bits and host memory are not on the page.
-  wayOut(settings) {
+  // The smallest change of the settings that fits, as ways_out finds it: recompute, a smaller micro-batch; or else, as far
+  // as they fit, host memory and more devices. Gradients in 16 bits are not on the page.
+  waysOut(settings) {
     const start = RECOMPUTES.indexOf(settings.recompute);
+    const smaller = settings.batch > 1 ? { batch: null } : {};
     const changes = [
       ...RECOMPUTES.slice(start + 1).map((recompute) => ({ recompute })),
-      ...(settings.batch > 1 ? [{ batch: null }, { batch: null, recompute: "full" }] : []),
+      ...(settings.batch > 1 ? [smaller, { ...smaller, recompute: "full" }] : []),
     ];
+    const kept = this.smallestFitting(settings, changes);
+    if (kept) return [kept];
+    const hosts = offersHost(this.hardware, settings) ? Object.keys(HOSTS).slice(Object.keys(HOSTS).indexOf(settings.host) + 1) : [];
+    const inHost = hosts.flatMap((host) => [{ host, ...smaller }, { host, recompute: "full", ...smaller }]);
+    return [this.smallestFitting(settings, inHost), this.moreDevices(settings)].filter((way) => way !== null);
+  }
+
+  // The first of these changes that fits; null if none does.
+  smallestFitting(settings, changes) {
     for (const change of changes) {
       const changed = { ...settings, ...change };
       // First with the tensors alone, which is fast.
@@ -251,7 +287,7 @@ class Planner {
       const found = this.best(this.candidates(changed));
       if (found && found.best.fits === "yes") return { change, best: found.best, isOffered: true };
     }
-    return this.moreDevices(settings);
+    return null;
   }
 
   // The fewest devices that fit: 2, 4, 8, then machines of 8. Without known links between machines there is no time, and
@@ -260,9 +296,9 @@ class Planner {
     const { per_node: perNode, counts, devices } = this.hardware, [last] = STRATEGIES.slice(-1);
     for (const count of counts.filter((one) => one > settings.count && Number.isInteger(Math.log2(one)))) {
       for (const recompute of new Set([settings.recompute, "full"])) {
-        const changed = { ...settings, count, recompute, batch: 1 }, found = this.cost(last, { replicate: 1, shard: count }, changed);
-        const batch = settings.batch === null ? null : 1;
-        if (found.fits === "yes") return { change: { count, recompute, batch }, best: found, isOffered: count <= perNode || devices[settings.device].fabric !== null };
+        const host = count <= perNode ? settings.host : "none", batch = settings.batch === null ? null : 1;
+        const found = this.cost(last, { replicate: 1, shard: count }, { ...settings, count, recompute, host, batch: 1 });
+        if (found.fits === "yes") return { change: { count, recompute, host, batch }, best: found, isOffered: count <= perNode || devices[settings.device].fabric !== null };
       }
     }
     return null;
@@ -278,7 +314,7 @@ class Planner {
   // The file that `shardwise plan --save` writes.
   toml(candidate, settings, template) {
     const values = { strategy: `"${candidate.strategy}"`, recompute: `"${settings.recompute}"`, micro_batch: candidate.batch,
-      replicate: candidate.mesh.replicate, shard: candidate.mesh.shard };
+      offload_states: settings.host !== "none", offload_activations: settings.host === "all", replicate: candidate.mesh.replicate, shard: candidate.mesh.shard };
     return Object.entries(values).reduce((text, [key, value]) => text.replace(new RegExp(`^${key} = .*$`, "m"), `${key} = ${value}`), template);
   }
 }

@@ -1,4 +1,4 @@
-// What the page shows: verdict, numbers, charts and tables. `page`: {hardware, state, training, shown, choose(row)}.
+// What the page shows: verdict, numbers, charts and tables. `page`: {hardware, state, training, shown, choose(row), apply(change)}.
 "use strict";
 
 const pageView = (page) => {
@@ -6,8 +6,13 @@ const pageView = (page) => {
   const at = (id) => document.getElementById(id);
   const GIB = 2 ** 30;
   const speed = (time) => (time.tokensPerSecondPerDevice === null ? [time.samplesPerSecond, "samples/s"] : [time.tokensPerSecondPerDevice, "tokens/s/GPU"]);
+  const hostWords = { none: "nothing in host memory", states: "states in host memory", all: "states and activations in host memory" };
   const share = (part) => `${(100 * part).toFixed(part < 0.0995 ? 1 : 0).replace(".0", "")}%`;
   const title = () => page.hardware.devices[page.state.device].title || page.state.device;
+
+  const usesHost = () => page.shown.asked.host !== "none";
+  // Host memory of a node, which all of its GPUs fill together.
+  const hostBytes = (one) => one.host * Math.min(page.shown.asked.count, page.hardware.per_node);
 
   function draw() {
     const { planner, rows, chosen, found } = page.shown, { model } = planner;
@@ -26,8 +31,9 @@ const pageView = (page) => {
     drawStep();
     // The frontier is computed later; the old one stays until then.
     at("frontier-chart").classList.toggle("rough", page.shown.isRough);
-    charts.table(at("table"), ["strategy", "mesh", "micro-batch", "peak GiB", "fits", "step", speed(chosen.time)[1], "exposed comm.", "MFU"],
-      found.map((one) => ({ chosen: one === chosen, cells: [one.strategy, `${one.mesh.replicate}×${one.mesh.shard}`, `${one.batch}`, (one.device / GIB).toFixed(1), fitWords[one.fits],
+    const hostHead = usesHost() ? ["host GiB per node"] : [], hostCells = (one) => (usesHost() ? [(hostBytes(one) / GIB).toFixed(1)] : []);
+    charts.table(at("table"), ["strategy", "mesh", "micro-batch", "peak GiB", ...hostHead, "fits", "step", speed(chosen.time)[1], "exposed comm.", "MFU"],
+      found.map((one) => ({ chosen: one === chosen, cells: [one.strategy, `${one.mesh.replicate}×${one.mesh.shard}`, `${one.batch}`, (one.device / GIB).toFixed(1), ...hostCells(one), fitWords[one.fits],
         seconds(one.time.seconds), significant(speed(one.time)[0]), share(one.time.exposed / one.time.seconds), one.time.mfu === null ? "–" : share(one.time.mfu)] })));
     at("command").textContent = command();
     // Not every model of images has linear layers in its blocks.
@@ -36,18 +42,17 @@ const pageView = (page) => {
   }
 
   function drawVerdict() {
-    const { recommended, way, planner, isRough } = page.shown, box = at("verdict"), heading = box.querySelector("h2");
+    const { recommended, ways, planner, isRough } = page.shown, box = at("verdict"), heading = box.querySelector("h2");
     // Screen readers announce it when it is exact.
     box.setAttribute("aria-busy", isRough);
     for (const id of ["verdict", "numbers"]) at(id).classList.toggle("rough", isRough);
     box.classList.toggle("refused", !recommended);
-    at("apply").hidden = !way?.isOffered;
+    at("ways").replaceChildren(...ways.filter((way) => way.isOffered).map(wayButton));
     if (!recommended) {
       const [least] = [...page.shown.found].sort((one, other) => one.device - other.device);
       heading.textContent = "Nothing fits with these settings";
       at("why").textContent = `The smallest, ${least.strategy}, needs ${gib(least.device)} per GPU; ${gib(planner.capacity(page.shown.asked))} may be used.`;
-      at("also").textContent = isRough ? "" : `${wayText(way)} Gradients in 16 bits and host memory may fit as well, which this page does not compute: ${command(["--strategy auto"])}`;
-      if (way) at("apply").textContent = `Use ${changeText(way.change)}`;
+      at("also").textContent = isRough ? "" : `${waysText(ways)} Gradients in 16 bits, and host memory for some layers only, may fit as well, which this page does not compute: ${command(["--strategy auto"])}`;
       return;
     }
     const { best, first, fitting } = recommended, mesh = best.mesh.replicate > 1 ? ` on a ${best.mesh.replicate}×${best.mesh.shard} mesh` : "";
@@ -56,7 +61,19 @@ const pageView = (page) => {
     const reason = fitting.length < 2 ? "The only strategy that fits." : page.state.gpus === 1 ? "The simplest strategy: one GPU has nothing to shard."
       : first === best ? "The fastest strategy that fits." : nearlyFastestText(best, first);
     at("why").textContent = `${reason} ${communicationText(best)}${doubt}`;
-    at("also").textContent = simplerText(best, first);
+    at("also").textContent = [simplerText(best, first), hostText()].filter(Boolean).join(" ");
+  }
+
+  // What the page leaves out: a choice for each layer, and updates inside backward.
+  function hostText() {
+    if (!usesHost()) return "";
+    return `All layers are in host memory here. To keep only as many there as needed, and to update inside backward where that is faster: ${command(["--strategy auto", "--update auto"], { isFixed: false })}`;
+  }
+
+  function wayButton(way) {
+    const button = element("button", { type: "button" }, `Use ${changeText(way.change)}`);
+    button.addEventListener("click", () => page.apply(way.change));
+    return button;
   }
 
   // Percentages are of the fastest, in whole percent, as in the terminal.
@@ -68,21 +85,27 @@ const pageView = (page) => {
     return `${slower}% slower than ${first.strategy}, the fastest, and simpler (${share(page.hardware.pair_band)} or less is within the error).`;
   }
 
-  function wayText(way) {
-    if (!way) return "It does not fit with recompute full on any number of GPUs of this page either.";
-    const unlinked = way.isOffered ? "" : " How machines with this GPU are linked is not known, so the page has no speed for them.";
-    return `It fits with ${changeText(way.change)}: ${way.best.strategy}, micro-batch ${way.best.batch}, ${gib(way.best.device)}.${unlinked}`;
+  function waysText(ways) {
+    if (!ways.length) return "It does not fit with recompute full on any number of GPUs of this page either.";
+    const unlinked = ways.every((way) => way.isOffered) ? "" : " How machines with this GPU are linked is not known, so the page has no speed for them.";
+    return `It fits with ${ways.map(wayText).join("; or with ")}.${unlinked}`;
   }
 
-  function changeText({ recompute, batch, count }) {
-    const parts = [count && `${count} GPUs`, recompute && recompute !== page.state.recompute && `recompute ${recompute}`, batch === null && page.state.batch !== null && "a smaller micro-batch", batch === 1 && page.state.batch !== 1 && "micro-batch 1"];
+  function wayText({ change, best }) {
+    const host = change.host && change.host !== "none" ? ` and ${gib(hostBytes(best))} of host memory` : "";
+    return `${changeText(change)}: ${best.strategy}, micro-batch ${best.batch}, ${gib(best.device)}${host}`;
+  }
+
+  function changeText({ recompute, host, batch, count }) {
+    const parts = [host && host !== page.state.host && hostWords[host], count && `${count} GPUs`, recompute && recompute !== page.state.recompute && `recompute ${recompute}`, batch === null && page.state.batch !== null && "a smaller micro-batch", batch === 1 && page.state.batch !== 1 && "micro-batch 1"];
     return parts.filter(Boolean).join(" and ");
   }
 
   function communicationText({ time }) {
     if (page.state.gpus === 1) return "";
     const part = `${seconds(time.exposed)} of ${seconds(time.seconds)}`;
-    return time.exposed < 0.05 * time.seconds ? `Communication is hidden behind computation (${part} exposed).` : `${part} of each step are spent waiting for communication.`;
+    const what = usesHost() ? "communication and host memory" : "communication";
+    return time.exposed < 0.05 * time.seconds ? `Communication is hidden behind computation (${part} exposed).` : `${part} of each step are spent waiting for ${what}.`;
   }
 
   // Why a simpler strategy is not recommended.
@@ -100,6 +123,7 @@ const pageView = (page) => {
       tile(`Throughput of ${chosen.strategy}`, significant(rate), unit),
       tile("Step time", seconds(time.seconds), `± ${share(time.band)}`),
       tile("Peak per GPU", gib(chosen.device), `of ${gib(capacity)}`),
+      ...(usesHost() ? [tile("Host memory per node", gib(hostBytes(chosen)), "")] : []),
       tile("Global batch", whole.format(chosen.batch * page.state.gpus), page.state.seq === null ? "samples" : `× ${whole.format(page.state.seq)} tokens`),
       tile("Model FLOPs utilisation", time.mfu === null ? "–" : share(time.mfu), ""),
       ...trainingTiles(tile),
@@ -124,11 +148,11 @@ const pageView = (page) => {
     const spans = planner.timeline(chosen, asked);
     const total = chosen.time.seconds, sends = new Set(spans.filter((span) => span[0] === stepTime.SENT).map((span) => span[1].split(" ")[0]));
     at("step-title").textContent = `One step of ${chosen.label}`;
-    charts.key(at("step-key"), [["forward"], ["backward"], ["update", "optimizer update"], ["copy", "copies and casts"], ...(sends.has("gather") ? [["gather", "gather parameters"]] : []), ...(sends.has("reduce") ? [["reduce", "reduce gradients"]] : [])]);
+    charts.key(at("step-key"), [["forward"], ["backward"], ["update", "optimizer update"], ["copy", "copies and casts"], ...(sends.has("gather") ? [["gather", "gather parameters"]] : []), ...(sends.has("reduce") ? [["reduce", "reduce gradients"]] : []), ...(usesHost() ? [["host", "updates in host memory"], ["loads", "loads from host memory"]] : [])]);
     at("step-chart").classList.add("lanes");
     charts.lanes(at("step-chart"), { spans, total, kinds: stepTime });
     const bound = chosen.time.cpuSeconds > 0.9 * chosen.time.seconds ? " The CPU that launches kernels bounds this step." : "";
-    at("step-note").textContent = `Exposed communication: ${seconds(chosen.time.exposed)} (${share(chosen.time.exposed / chosen.time.seconds)} of the step).${bound}`;
+    at("step-note").textContent = `${usesHost() ? "Waiting for communication and host memory" : "Exposed communication"}: ${seconds(chosen.time.exposed)} (${share(chosen.time.exposed / chosen.time.seconds)} of the step).${bound}`;
   }
 
   function drawFrontier() {
@@ -140,12 +164,12 @@ const pageView = (page) => {
     charts.table(at("frontier-table"), ["budget", "plan", unit], points.map(({ budget, label, value }) => ({ cells: [gib(budget), label, value === null ? "–" : significant(value)] })));
   }
 
-  // `options`: what the page cannot compute, and the command can.
-  function command(options = []) {
+  // `options`: what the page cannot compute, and the command can. `isFixed`: with the choice for host memory.
+  function command(options = [], { isFixed = true } = {}) {
     const { per_node: perNode } = page.hardware, nodes = page.state.gpus / perNode;
     const cluster = nodes > 1 ? `${nodes}x${perNode}x${page.state.device}` : `${page.state.gpus}x${page.state.device}`;
     const { model } = page.shown.planner;
-    const parts = ["shardwise plan", model.name, `--cluster ${cluster}`, page.state.recompute !== "none" && `--recompute ${page.state.recompute}`, page.state.batch !== null && `--micro-batch ${page.state.batch}`,
+    const parts = ["shardwise plan", model.name, `--cluster ${cluster}`, page.state.recompute !== "none" && `--recompute ${page.state.recompute}`, isFixed && usesHost() && `--offload ${HOSTS[page.state.host]}`, page.state.batch !== null && `--micro-batch ${page.state.batch}`,
       page.state.seq !== null && page.state.seq !== model.seq && `--seq ${page.state.seq}`, page.state.budget !== null && `--budget ${page.state.budget}GiB`,
       page.training && `--tokens ${page.state.tokens.trim().replaceAll(",", "")}`, page.training?.price && `--price ${page.training.price}`, ...options, "--save plan.toml"];
     return parts.filter(Boolean).join(" ");

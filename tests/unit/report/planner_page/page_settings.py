@@ -10,12 +10,11 @@ from shardwise.hardware import Cluster
 from shardwise.hardware.cluster import make_cluster
 from shardwise.hardware.device import device_of
 from shardwise.plan import Plan
-from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.search.candidates import Candidate, candidates, cost, meshes
 from shardwise.planner.search.recommend import recommend
 from shardwise.planner.search.request import with_budget
 from shardwise.report.planner_page.device_tables import offered_devices
-from shardwise.report.planner_page.model_laws import DEVICE_COUNTS, PAGE_PLAN, PER_NODE, WAYS
+from shardwise.report.planner_page.page_plans import DEVICE_COUNTS, HOSTS, PAGE_PLAN, PER_NODE, WAYS, strategies_with
 from shardwise.report.planner_page.planner_document import longest_sample
 from shardwise.sources import Source
 from shardwise.spec import ModelSpec
@@ -41,6 +40,7 @@ class Settings:
     seq: int | None
     batch: int | None
     budget: int | None = None
+    host: str = "none"
 
     @property
     def cluster(self) -> Cluster:
@@ -52,14 +52,18 @@ class Settings:
 
     @property
     def plan(self) -> Plan:
-        return replace(PAGE_PLAN, recompute=self.recompute, micro_batch=self.batch)
+        return replace(PAGE_PLAN, recompute=self.recompute, micro_batch=self.batch, **HOSTS[self.host])
+
+    @property
+    def strategies(self) -> list[str]:
+        return strategies_with(self.host)
 
     @property
     def spec(self) -> ModelSpec:
         return spec_at(self.model, self.seq)
 
     def as_data(self) -> dict[str, Any]:
-        names = ("device", "count", "recompute", "seq", "batch", "budget")
+        names = ("device", "count", "recompute", "seq", "batch", "budget", "host")
         return {name: getattr(self, name) for name in names}
 
 
@@ -81,15 +85,17 @@ def random_settings(rng: random.Random, *, models: Sequence[str], free_batch: bo
     longest = longest_sample(model)
     device = rng.choice(offered_devices())
     counts = [count for count in DEVICE_COUNTS if count <= PER_NODE or device.nic is not None]
+    count = rng.choice(counts)
     return Settings(
         model=model,
         device=device.name,
-        count=rng.choice(counts),
+        count=count,
         recompute=rng.choice(WAYS),
         # Any length, not only those of the slider's stops.
         seq=rng.choice([rng.randrange(1, longest + 1), 512]) if longest is not None else None,
         batch=None if free_batch else rng.choice(BATCHES),
         budget=random_budget(rng, device.name),
+        host=rng.choice(list(HOSTS)) if count <= PER_NODE else "none",
     )
 
 
@@ -110,7 +116,7 @@ def all_costs(settings: Settings, *, quick: bool = False) -> list[Candidate]:
     return candidates(
         lambda plan: settings.spec,
         plan=settings.plan,
-        strategies=list(STRATEGIES),
+        strategies=settings.strategies,
         cluster=settings.cluster,
         optimizer="adamw",
         goal="throughput",
@@ -127,7 +133,8 @@ def numbers(candidate: Candidate) -> list[Any]:
     memory, time, mesh = candidate.memory, candidate.time, candidate.plan.mesh
     assert time is not None
     assert mesh is not None
-    whole = [candidate.batch, memory.allocated_bytes, memory.device_bytes, mesh.replicate, mesh.shard]
+    of_rank = [memory.allocated_bytes, memory.device_bytes, memory.host_bytes]
+    whole = [candidate.batch, *of_rank, mesh.replicate, mesh.shard]
     parts = [memory.breakdown_bytes[name] for name in CATEGORIES]
     rates = [time.step_seconds, time.samples_per_s, time.exposed_comm_seconds, time.comm_seconds, time.cpu_seconds]
     more = [time.tokens_per_s_per_gpu or 0.0, time.mfu or 0.0, candidate.time_band.lower]
@@ -136,7 +143,7 @@ def numbers(candidate: Candidate) -> list[Any]:
 
 NUMBERS_IN_PAGE = """
 (one) => [one.strategy, one.fits, one.at,
-  [one.batch, one.allocated, one.device, one.mesh.replicate, one.mesh.shard, ...one.breakdown],
+  [one.batch, one.allocated, one.device, one.host, one.mesh.replicate, one.mesh.shard, ...one.breakdown],
   [one.time.seconds, one.time.samplesPerSecond, one.time.exposed, one.time.sent, one.time.cpuSeconds,
    one.time.tokensPerSecondPerDevice ?? 0, one.time.mfu ?? 0, one.time.band]]
 """

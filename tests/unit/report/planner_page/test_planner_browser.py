@@ -97,9 +97,9 @@ def test_every_control_has_a_label_and_is_reached_and_moved_by_the_keyboard_alon
             press(opened, "ArrowRight", code=39)
             state = opened.evaluate("plannerPage.state")
     assert reached[:2] == ["download", "copy"]
-    assert reached[2:10] == ["model", "config", "device", "gpus", "batch", "seq", "recompute", "budget"]
-    assert reached[10:12] == ["tokens", "price"]
-    assert reached[12:] == ["ddp", "zero1", "zero2", "shard_grad_op", "fsdp"]
+    assert reached[2:11] == ["model", "config", "device", "gpus", "batch", "seq", "recompute", "host", "budget"]
+    assert reached[11:13] == ["tokens", "price"]
+    assert reached[13:] == ["ddp", "zero1", "zero2", "shard_grad_op", "fsdp"]
     moved = {name: state[name] for name in ("gpus", "batch", "seq", "recompute", "budget")}
     assert moved == {"gpus": 16, "batch": 3, "seq": 768, "recompute": "selective", "budget": 41}
     press(opened, "Enter", code=13)
@@ -163,9 +163,49 @@ def test_what_does_not_fit_is_refused_with_a_way_out(opened: Page) -> None:
     assert text(opened, "#also").endswith(f"{asked} --strategy auto --save plan.toml")
     assert text(opened, "#lora-command") == f"{asked} --lora 16 --quantize nf4 --save plan.toml"
     assert opened.evaluate("document.getElementById('download').disabled")
-    opened.evaluate("document.getElementById('apply').click(); plannerPage.settled")
+    opened.evaluate("document.querySelector('#ways button').click(); plannerPage.settled")
     assert text(opened, "#verdict h2").startswith("Use ")
     assert not opened.evaluate("document.getElementById('download').disabled")
+
+
+def test_states_in_host_memory_are_a_choice_on_one_node(opened: Page, tmp_path: Path) -> None:
+    asked = f"model={MODEL}&device=h100-80gb&gpus=1&batch=8&recompute=full"
+    go(opened, asked)
+    assert "Host memory per node" not in text(opened, "#numbers")
+    opened.evaluate("document.querySelector('#host [value=states]').click(); plannerPage.settled")
+    assert opened.evaluate("location.hash.slice(1)") == f"{asked}&host=states&seq=1024"
+    question = PlanQuestion(
+        source=Source(MODEL),
+        plan=Plan(precision="bf16", recompute="full", offload_states=True, micro_batch=8),
+        strategy="all",
+        cluster=cluster_of("1xh100-80gb"),
+        optimizer="adamw",
+        goal="throughput",
+    )
+    found = answer(question)
+    found.save(tmp_path / "plan.toml")
+    best = found.recommendation.best
+    assert best is not None
+    assert opened.evaluate("plannerPage.plan()") == (tmp_path / "plan.toml").read_text()
+    assert text(opened, "#verdict em") == best.name
+    assert f"Host memory per node{best.node_host_bytes / 2**30:.1f} GiB" in text(opened, "#numbers")
+    assert "--recompute full --offload states --micro-batch 8" in text(opened, "#command")
+    lanes = opened.evaluate("[...document.querySelectorAll('#step-chart .label')].map((one) => one.textContent)")
+    assert lanes == ["compute", "host", "loads"]
+    go(opened, f"{asked.replace('gpus=1', 'gpus=16')}&host=states")
+    assert opened.evaluate("plannerPage.state.host") == "none"
+    assert "For up to 8 GPUs" in text(opened, "#host-note")
+
+
+def test_where_nothing_fits_host_memory_and_more_devices_are_ways_out(opened: Page) -> None:
+    go(opened, f"model={MODEL}&device=h100-80gb&gpus=1&batch=1&recompute=full&budget=4")
+    assert text(opened, "#verdict h2") == "Nothing fits with these settings"
+    buttons = opened.evaluate("[...document.querySelectorAll('#ways button')].map((one) => one.textContent)")
+    assert buttons == ["Use states in host memory", "Use 2 GPUs"]
+    assert "of host memory; or with 2 GPUs" in text(opened, "#also")
+    opened.evaluate("document.querySelector('#ways button').click(); plannerPage.settled")
+    assert opened.evaluate("plannerPage.state.host") == "states"
+    assert text(opened, "#verdict h2").startswith("Use ")
 
 
 def test_dropped_config_is_refused_with_the_command_that_traces_it(opened: Page) -> None:

@@ -30,13 +30,12 @@ from whole import whole
 
 from shardwise.hardware.prices import prices
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.search.candidates import capacity_bytes
 from shardwise.planner.search.training_cost import training_cost
 from shardwise.planner.search.way_out import ways_out
 from shardwise.planner.time.step_time import timeline
 from shardwise.report.planner_page.device_tables import hardware_data, offered_devices
-from shardwise.report.planner_page.model_laws import WAYS
+from shardwise.report.planner_page.page_plans import WAYS
 from shardwise.report.planner_page.planner_document import MODEL_SCRIPTS, catalogue_model, planner_page
 
 NODE = shutil.which("node")
@@ -80,7 +79,7 @@ WAY_OUT = """
 async ({ cases, plannerOf }) => {
   const found = [];
   for (const [settings, model] of cases) {
-    const { change, best, isOffered } = (await plannerOf(model)).wayOut(settings);
+    const { change, best, isOffered } = (await plannerOf(model)).waysOut(settings).pop();
     found.push([change.count, change.recompute, best.device, isOffered]);
   }
   return found;
@@ -172,7 +171,7 @@ def test_page_and_planner_agree_on_random_settings(num_settings: int, models: tu
     asked = [
         (replace(base, batch=rng.choice(BATCHES), budget=random_budget(rng, base.device)), strategy, rng.randrange(3))
         for base in bases
-        for strategy in STRATEGIES
+        for strategy in base.strategies
     ]
     cases = [[settings.as_data(), settings.model, strategy, number] for settings, strategy, number in asked]
     shown = run(ONE, cases)
@@ -247,7 +246,7 @@ def test_page_and_command_name_the_same_number_of_devices(run: Run, model: str, 
     way = ways_out(
         lambda plan: settings.spec,
         plan=settings.plan,
-        strategies=list(STRATEGIES),
+        strategies=settings.strategies,
         # The page does not compute plans in host memory.
         cluster=replace(settings.cluster, host_bytes=0),
         optimizer="adamw",
