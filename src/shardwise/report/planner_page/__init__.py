@@ -2,9 +2,12 @@
 
 Python exports everything that does not depend on a setting, as data; JavaScript computes the rest as the planner does.
 
+    page_plans.py       the plans that the page offers
     model_laws.py       model → its operations and storages as laws, and the steps of all strategies
+    strategy_steps.py   plans → their steps in parts: time, memory, allocations
     priced_step.py      the instructions of a step, with bytes in place of the planner's seconds
     column_table.py     steps that differ only in numbers → one step, and columns of numbers
+    value_tables.py     values → their numbers in tables
     device_tables.py    devices, links and calibrations → the tables of the kernel model
     planner_document.py the page as one HTML file, or as the page of a server
     planner_server.py   `shardwise plan --serve`: the page, models on demand, dropped config.json files

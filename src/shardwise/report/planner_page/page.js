@@ -54,7 +54,7 @@ const plannerPage = (() => {
     state.gpus = nearest(counts(), Number(asked.gpus) || 8);
     state.batch = asked.batch && asked.batch !== "auto" && Number(asked.batch) >= 1 ? Math.min(Math.round(Number(asked.batch)), MOST_BATCH) : null;
     state.recompute = RECOMPUTES.includes(asked.recompute) ? asked.recompute : "none";
-    state.host = asked.host in HOSTS && offersHost(hardware, settings()) ? asked.host : "none";
+    state.host = Object.hasOwn(HOSTS, asked.host) && offersHost(hardware, settings()) ? asked.host : "none";
     const budget = Math.round(Number(asked.budget));
     state.budget = budget >= 1 && budget < capacityGib() ? budget : null;
     state.plan = asked.plan || null;

@@ -114,9 +114,10 @@ def test_link_holds_all_settings(opened: Page) -> None:
     assert opened.evaluate("location.hash.slice(1)") == asked
     assert text(opened, "#title") == f"{MODEL} on 4 × NVIDIA A100 SXM4 40 GB"
     assert opened.evaluate("document.getElementById('seq').getAttribute('aria-valuetext')") == "768 tokens"
-    go(opened, "model=nothing&device=x&gpus=-3&batch=many&recompute=y&seq=1e9&budget=0&plan=z")
+    go(opened, "model=nothing&device=x&gpus=-3&batch=many&recompute=y&seq=1e9&budget=0&plan=z&host=toString")
     state = opened.evaluate("plannerPage.state")
     assert (state["model"], state["recompute"], state["batch"], state["budget"]) == (MODEL, "none", None, None)
+    assert state["host"] == "none"
 
 
 def test_tokens_and_a_price_give_days_and_a_cost(opened: Page) -> None:
