@@ -99,12 +99,10 @@ const plannerPage = (() => {
     at("budget").setAttribute("aria-valuetext", text);
     at("budget-value").textContent = text;
     for (const input of at("recompute").querySelectorAll("input")) input.checked = input.value === state.recompute;
-    const isOffered = offersHost(hardware, settings());
-    for (const input of at("host").querySelectorAll("input")) {
-      input.checked = input.value === state.host;
-      input.disabled = !isOffered && input.value !== "none";
-    }
-    at("host-note").textContent = isOffered ? "" : `For up to ${hardware.per_node} GPUs; the command computes it for more.`;
+    at("host").value = state.host;
+    at("host").disabled = !offersHost(hardware, settings());
+    at("host-note").textContent = at("host").disabled ? `For up to ${hardware.per_node} GPUs; the command computes it for more.`
+      : state.host === "backward" ? "Gradients cannot be clipped by their norm then." : "";
     for (const id of ["tokens", "price"]) at(`${id}-control`).hidden = state.seq === null;
     if (document.activeElement !== at("tokens")) at("tokens").value = state.tokens;
     if (document.activeElement !== at("price")) at("price").value = state.price ?? "";

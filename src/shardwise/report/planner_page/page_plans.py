@@ -18,6 +18,7 @@ HOSTS: MappingProxyType[str, dict[str, Any]] = MappingProxyType(
     {
         "none": {},
         "states": {"offload_states": True},
+        "backward": {"offload_states": True, "update": "backward"},
         "all": {"offload_states": True, "offload_activations": True},
     }
 )

@@ -203,7 +203,7 @@ const stepTime = (() => {
     }
   }
 
-  // `numBefore`: the steps before it, if the CPU's lead is limited.
+  // `numBefore`: the steps before it that count.
   function once(schedule, pieces, { slowdown, cpu, lead = Infinity, saved, numBefore = 0, records }) {
     const queues = new Queues({ slowdown, cpu, lead, saved });
     if (schedule.numUpdate) {
@@ -212,7 +212,7 @@ const stepTime = (() => {
     }
     for (let step = 0; step < numBefore; step++) {
       queues.run(schedule.list, pieces);
-      queues.restart(queues.cpu - queues.compute);
+      queues.restart(lead < Infinity ? queues.cpu - queues.compute : cpu);
     }
     if (records) queues.spans = [];
     queues.run(schedule.list, pieces);
@@ -221,14 +221,15 @@ const stepTime = (() => {
 
   // A step in the middle of training takes as long as the slower of the two: the device with a CPU far ahead, or the CPU.
   // With host memory the CPU's `lead` over a device that waits for it is limited (planner/time/step_time.py).
-  function steady(schedule, pieces, { slowdown, lead = Infinity, numBefore, saved, records = false }) {
-    let queues = once(schedule, pieces, { slowdown, cpu: -FAR_AHEAD, saved, records });
+  function steady(schedule, pieces, { slowdown, lead = Infinity, numBefore, saved, leavesCopies = false, records = false }) {
+    const usual = { slowdown, saved, numBefore: leavesCopies ? 1 : 0, records };
+    let queues = once(schedule, pieces, { ...usual, cpu: -FAR_AHEAD });
     const deviceSeconds = queues.compute, cpuSeconds = queues.cpu + FAR_AHEAD;
     let seconds = Math.max(deviceSeconds, cpuSeconds);
     if (lead < cpuSeconds) {
-      queues = once(schedule, pieces, { slowdown, cpu: 0, lead, saved, numBefore, records });
+      queues = once(schedule, pieces, { ...usual, cpu: 0, lead, numBefore });
       seconds = queues.compute;
-    } else if (cpuSeconds > deviceSeconds) queues = once(schedule, pieces, { slowdown, cpu: 0, saved, records });
+    } else if (cpuSeconds > deviceSeconds) queues = once(schedule, pieces, { ...usual, cpu: 0 });
     return { seconds, cpuSeconds, exposed: queues.exposed, sent: queues.sent, spans: queues.spans };
   }
 

@@ -5,8 +5,8 @@
 "use strict";
 
 const STRATEGIES = ["ddp", "zero1", "zero2", "shard_grad_op", "fsdp"], RECOMPUTES = ["none", "selective", "full"];
-// What lives in host memory, and how `shardwise plan` and a plan say so.
-const HOSTS = { none: "", states: "states", all: "states,activations" };
+// What lives in host memory, as options of `shardwise plan`.
+const HOSTS = { none: [], states: ["--offload states"], backward: ["--offload states", "--update backward"], all: ["--offload states,activations"] };
 const MOST_BATCH = 2 ** 16, NUM_BUDGETS = 8, MOST_LEDGERS = 60;
 
 // Whether host memory can be chosen: on one node, if the device's link to it is known.
@@ -135,14 +135,15 @@ class Planner {
     return { schedule, cluster, length: step.length };
   }
 
-  // With host memory: the CPU's lead over a device that waits, and how long what units save is on its way.
+  // With host memory: the CPU's lead over a device that waits, how long what units save is on its way, and whether a step
+  // leaves copies to the next one.
   hostTiming(schedule, pieces, computed, { host, recompute: way, seq }, batch) {
     if (host === "none") return {};
     const numOps = computed.pieces.reduce((total, [list]) => total + this.model.computes[list].length, 0);
     const launch = pieces.reduce((total, [one]) => total + one, 0), { most_issued: most, steps_until_steady: numBefore } = this.hardware;
     const lines = this.once(`saved ${way} ${seq}`, () => memoryModel.savedLines(this.model, { way, streams: this.streams(seq) }));
     const saved = new Map([...lines].map(([unit, [fixed, each]]) => [unit, (fixed + each * batch) / schedule.savedBytesPerSecond]));
-    return { lead: (most * launch) / numOps, numBefore, saved };
+    return { lead: (most * launch) / numOps, numBefore, saved, leavesCopies: host === "backward" };
   }
 
   time(strategy, mesh, settings, batch, { records = false } = {}) {
@@ -314,7 +315,7 @@ class Planner {
   // The file that `shardwise plan --save` writes.
   toml(candidate, settings, template) {
     const values = { strategy: `"${candidate.strategy}"`, recompute: `"${settings.recompute}"`, micro_batch: candidate.batch,
-      offload_states: settings.host !== "none", offload_activations: settings.host === "all", replicate: candidate.mesh.replicate, shard: candidate.mesh.shard };
+      offload_states: settings.host !== "none", offload_activations: settings.host === "all", update: settings.host === "backward" ? `"backward"` : `"step"`, replicate: candidate.mesh.replicate, shard: candidate.mesh.shard };
     return Object.entries(values).reduce((text, [key, value]) => text.replace(new RegExp(`^${key} = .*$`, "m"), `${key} = ${value}`), template);
   }
 }

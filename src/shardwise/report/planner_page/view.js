@@ -6,7 +6,10 @@ const pageView = (page) => {
   const at = (id) => document.getElementById(id);
   const GIB = 2 ** 30;
   const speed = (time) => (time.tokensPerSecondPerDevice === null ? [time.samplesPerSecond, "samples/s"] : [time.tokensPerSecondPerDevice, "tokens/s/GPU"]);
-  const hostWords = { none: "nothing in host memory", states: "states in host memory", all: "states and activations in host memory" };
+  const hostWords = {
+    none: "nothing in host memory", states: "states in host memory", backward: "states in host memory, updated inside backward",
+    all: "states and activations in host memory",
+  };
   const share = (part) => `${(100 * part).toFixed(part < 0.0995 ? 1 : 0).replace(".0", "")}%`;
   const title = () => page.hardware.devices[page.state.device].title || page.state.device;
 
@@ -67,7 +70,7 @@ const pageView = (page) => {
   // What the page leaves out: a choice for each layer, and updates inside backward.
   function hostText() {
     if (!usesHost()) return "";
-    return `All layers are in host memory here. To keep only as many there as needed, and to update inside backward where that is faster: ${command(["--strategy auto", "--update auto"], { isFixed: false })}`;
+    return `Here all layers use host memory. To let only as many use it as are needed: ${command(["--strategy auto", "--update auto"], { isFixed: false })}`;
   }
 
   function wayButton(way) {
@@ -169,7 +172,7 @@ const pageView = (page) => {
     const { per_node: perNode } = page.hardware, nodes = page.state.gpus / perNode;
     const cluster = nodes > 1 ? `${nodes}x${perNode}x${page.state.device}` : `${page.state.gpus}x${page.state.device}`;
     const { model } = page.shown.planner;
-    const parts = ["shardwise plan", model.name, `--cluster ${cluster}`, page.state.recompute !== "none" && `--recompute ${page.state.recompute}`, isFixed && usesHost() && `--offload ${HOSTS[page.state.host]}`, page.state.batch !== null && `--micro-batch ${page.state.batch}`,
+    const parts = ["shardwise plan", model.name, `--cluster ${cluster}`, page.state.recompute !== "none" && `--recompute ${page.state.recompute}`, ...(isFixed ? HOSTS[page.state.host] : []), page.state.batch !== null && `--micro-batch ${page.state.batch}`,
       page.state.seq !== null && page.state.seq !== model.seq && `--seq ${page.state.seq}`, page.state.budget !== null && `--budget ${page.state.budget}GiB`,
       page.training && `--tokens ${page.state.tokens.trim().replaceAll(",", "")}`, page.training?.price && `--price ${page.training.price}`, ...options, "--save plan.toml"];
     return parts.filter(Boolean).join(" ");

@@ -83,7 +83,7 @@ def test_page_fits_every_screen_in_light_and_dark(opened: Page) -> None:
 
 
 def test_every_control_has_a_label_and_is_reached_and_moved_by_the_keyboard_alone(opened: Page) -> None:
-    go(opened, f"model={MODEL}&device=h100-80gb&gpus=8&batch=2&seq=512&recompute=none&budget=40")
+    go(opened, f"model={MODEL}&device=h100-80gb&gpus=4&batch=2&seq=512&recompute=none&budget=40")
     assert opened.evaluate(UNLABELLED) == []
     opened.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
     reached: list[str] = []
@@ -93,15 +93,15 @@ def test_every_control_has_a_label_and_is_reached_and_moved_by_the_keyboard_alon
         name, is_visible = opened.evaluate(FOCUS)
         reached.append(name)
         assert is_visible, f"{name}: the focus cannot be seen"
-        if name in ("gpus", "batch", "seq", "recompute", "budget"):
+        if name in ("gpus", "batch", "seq", "recompute", "host", "budget"):
             press(opened, "ArrowRight", code=39)
             state = opened.evaluate("plannerPage.state")
     assert reached[:2] == ["download", "copy"]
     assert reached[2:11] == ["model", "config", "device", "gpus", "batch", "seq", "recompute", "host", "budget"]
     assert reached[11:13] == ["tokens", "price"]
-    assert reached[13:] == ["ddp", "zero1", "zero2", "shard_grad_op", "fsdp"]
-    moved = {name: state[name] for name in ("gpus", "batch", "seq", "recompute", "budget")}
-    assert moved == {"gpus": 16, "batch": 3, "seq": 768, "recompute": "selective", "budget": 41}
+    assert reached[13:] == ["zero2", "shard_grad_op", "fsdp"]
+    moved = {name: state[name] for name in ("gpus", "batch", "seq", "recompute", "host", "budget")}
+    assert moved == {"gpus": 5, "batch": 3, "seq": 768, "recompute": "selective", "host": "states", "budget": 41}
     press(opened, "Enter", code=13)
     opened.call("Input.dispatchKeyEvent", type="char", text="\r")
     assert opened.evaluate("document.activeElement.ariaPressed") == "true"
@@ -173,11 +173,14 @@ def test_states_in_host_memory_are_a_choice_on_one_node(opened: Page, tmp_path: 
     asked = f"model={MODEL}&device=h100-80gb&gpus=1&batch=8&recompute=full"
     go(opened, asked)
     assert "Host memory per node" not in text(opened, "#numbers")
-    opened.evaluate("document.querySelector('#host [value=states]').click(); plannerPage.settled")
-    assert opened.evaluate("location.hash.slice(1)") == f"{asked}&host=states&seq=1024"
+    opened.evaluate(
+        "const host = document.getElementById('host'); host.value = 'backward';"
+        " host.dispatchEvent(new Event('change')); plannerPage.settled"
+    )
+    assert opened.evaluate("location.hash.slice(1)") == f"{asked}&host=backward&seq=1024"
     question = PlanQuestion(
         source=Source(MODEL),
-        plan=Plan(precision="bf16", recompute="full", offload_states=True, micro_batch=8),
+        plan=Plan(precision="bf16", recompute="full", offload_states=True, update="backward", micro_batch=8),
         strategy="all",
         cluster=cluster_of("1xh100-80gb"),
         optimizer="adamw",
@@ -190,7 +193,7 @@ def test_states_in_host_memory_are_a_choice_on_one_node(opened: Page, tmp_path: 
     assert opened.evaluate("plannerPage.plan()") == (tmp_path / "plan.toml").read_text()
     assert text(opened, "#verdict em") == best.name
     assert f"Host memory per node{best.node_host_bytes / 2**30:.1f} GiB" in text(opened, "#numbers")
-    assert "--recompute full --offload states --micro-batch 8" in text(opened, "#command")
+    assert "--recompute full --offload states --update backward --micro-batch 8" in text(opened, "#command")
     lanes = opened.evaluate("[...document.querySelectorAll('#step-chart .label')].map((one) => one.textContent)")
     assert lanes == ["compute", "host", "loads"]
     go(opened, f"{asked.replace('gpus=1', 'gpus=16')}&host=states")
