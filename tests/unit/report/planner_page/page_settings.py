@@ -80,22 +80,23 @@ def spec_at(model: str, seq: int | None) -> ModelSpec:
     return replace(_spec(model), seq=seq)
 
 
-def random_settings(rng: random.Random, *, models: Sequence[str], free_batch: bool = False) -> Settings:
+def random_settings(
+    rng: random.Random, *, models: Sequence[str], host: str = "none", free_batch: bool = False
+) -> Settings:
     model = rng.choice(models)
     longest = longest_sample(model)
     device = rng.choice(offered_devices())
-    counts = [count for count in DEVICE_COUNTS if count <= PER_NODE or device.nic is not None]
-    count = rng.choice(counts)
+    most = DEVICE_COUNTS[-1] if device.nic is not None and host == "none" else PER_NODE
     return Settings(
         model=model,
         device=device.name,
-        count=count,
+        count=rng.choice([count for count in DEVICE_COUNTS if count <= most]),
         recompute=rng.choice(WAYS),
         # Any length, not only those of the slider's stops.
         seq=rng.choice([rng.randrange(1, longest + 1), 512]) if longest is not None else None,
         batch=None if free_batch else rng.choice(BATCHES),
         budget=random_budget(rng, device.name),
-        host=rng.choice(list(HOSTS)) if count <= PER_NODE else "none",
+        host=host,
     )
 
 
