@@ -6,7 +6,7 @@ them one after the other ends at the same time. Computation is slower while a wi
 processors and memory bandwidth.
 
 The link to host memory has two queues: `host`, of updates and of what backward needs, and `loads`, of what is needed
-next. Both share its speed.
+next. Both share its speed, so a load delays everything that is still in the other one.
 """
 
 import math
@@ -69,6 +69,7 @@ class Queues:
     slowdown    relative increase of compute time while the wire is busy
     is_host     the CPU is the device
     lead        seconds by which the CPU can be ahead of a device that waits: then its queue is full
+    streamed    the names of what was put into the queue `host`
     """
 
     slowdown: float
@@ -84,6 +85,7 @@ class Queues:
     sent: float = 0.0
     slowed: float = 0.0
     ends: dict[str, float] = field(default_factory=dict)
+    streamed: set[str] = field(default_factory=set)
     marked: QueueTimes = (0.0,) * 9
     spans: list[Span] | None = None
 
@@ -140,12 +142,14 @@ class Queues:
             elif what == STREAM:
                 cpu += launch
                 ends[name] = host = max(host, compute, cpu) + (works[number].kernel if number else seconds)
+                self.streamed.add(name)
             elif what == LOAD:
                 cpu += launch
                 start = max(loads, compute, cpu, ends.pop(f"update {name.partition(' ')[2]}", 0.0))
                 seconds = works[number].kernel if number else seconds
                 if host > start:
                     # Both are half as fast meanwhile.
+                    self._delay_streamed(seconds, after=start)
                     host, seconds = host + seconds, 2 * seconds
                 ends[name] = loads = start + seconds
                 if spans is not None and seconds:
@@ -159,10 +163,17 @@ class Queues:
                 self.marked = cpu, compute, wire, fabric, host, loads, exposed, sent, slowed = self.now()
         self.set(cpu, compute, wire, fabric, host, loads, exposed, sent, slowed)
 
+    def _delay_streamed(self, seconds: float, *, after: float) -> None:
+        """Let what is in the queue `host` at a time, and was not waited for, end later."""
+        for name in self.streamed:
+            if self.ends.get(name, after) > after:
+                self.ends[name] += seconds
+
     def restart(self, *, cpu: float) -> None:
         """Count time from the end of the device's queue; keep what is on the wires."""
         end = self.compute
         self.ends = {name: arrival - end for name, arrival in self.ends.items()}
+        self.streamed &= self.ends.keys()
         self.set(
             cpu, 0.0, self.wire - end, self.fabric - end, self.host - end, self.loads - end, 0.0, 0.0, 0.0
         )  # fmt: skip

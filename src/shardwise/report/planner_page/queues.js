@@ -83,7 +83,7 @@ const stepTime = (() => {
   // can be ahead of a device that waits. `saved`: seconds to copy what a unit has saved, by its number.
   class Queues {
     constructor({ slowdown, cpu, lead, saved }) {
-      Object.assign(this, { slowdown, cpu, lead, saved, compute: 0, wire: 0, fabric: 0, host: 0, loads: 0, exposed: 0, sent: 0, slowed: 0, ends: new Map(), spans: null });
+      Object.assign(this, { slowdown, cpu, lead, saved, compute: 0, wire: 0, fabric: 0, host: 0, loads: 0, exposed: 0, sent: 0, slowed: 0, ends: new Map(), streamed: new Set(), spans: null });
       this.marked = this.now();
       this.markedSpans = 0;
     }
@@ -150,6 +150,7 @@ const stepTime = (() => {
       const start = Math.max(this.host, this.compute, this.cpu), length = seconds ?? this.saved.get(unit);
       this.host = start + length;
       this.ends.set(name, this.host);
+      this.streamed.add(name);
       if (this.spans && length) this.spans.push([STREAMED, name, start, this.host]);
     }
 
@@ -158,7 +159,8 @@ const stepTime = (() => {
       const start = Math.max(this.loads, this.compute, this.cpu, this.take(after));
       let length = seconds ?? this.saved.get(unit);
       if (this.host > start) {
-        // Both are half as fast meanwhile.
+        // Both are half as fast meanwhile, and what was streamed ends later.
+        for (const other of this.streamed) if ((this.ends.get(other) ?? start) > start) this.ends.set(other, this.ends.get(other) + length);
         this.host += length;
         length *= 2;
       }
@@ -199,6 +201,7 @@ const stepTime = (() => {
     restart(cpu) {
       const end = this.compute;
       for (const [name, arrival] of this.ends) this.ends.set(name, arrival - end);
+      for (const name of this.streamed) if (!this.ends.has(name)) this.streamed.delete(name);
       this.set([cpu, 0, this.wire - end, this.fabric - end, 0, 0, 0, this.host - end, this.loads - end]);
     }
   }

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwise.planner.time.queues import COMPUTE, MARK, SEND, WAIT, Instruction, Queues
+from shardwise.planner.time.queues import COMPUTE, LOAD, MARK, SEND, STREAM, WAIT, Instruction, Queues
 
 SECOND = [(0.0, 1.0, 1.0)]
 
@@ -84,3 +84,27 @@ def test_a_unit_that_stands_for_many_takes_as_long_as_they_do(seconds: float, sl
     assert short.compute == pytest.approx(whole.compute)
     assert short.exposed == pytest.approx(whole.exposed)
     assert short.sent == pytest.approx(whole.sent)
+
+
+def test_a_load_delays_the_updates_that_are_still_queued_on_the_link() -> None:
+    updates = [Instruction(STREAM, f"update {unit}", seconds=4.0) for unit in "abc"]
+    queues = run(*updates, Instruction(LOAD, "gather a", seconds=1.0))
+    # The load of a begins when a is updated, at half the speed; meanwhile the update of b is half as fast too.
+    assert queues.ends == {"update b": 9.0, "update c": 13.0, "gather a": 6.0}
+    assert (queues.host, queues.loads) == (13.0, 6.0)
+    # Once for each load, also where an update of the same name was queued in an earlier step.
+    queues.restart(cpu=0.0)
+    queues.run([Instruction(LOAD, "gather b", seconds=1.0)], SECOND)
+    assert queues.ends["update c"] == 14.0
+
+
+def test_a_load_delays_no_update_that_is_over() -> None:
+    queues = run(
+        Instruction(STREAM, "update a", seconds=1.0),
+        Instruction(STREAM, "update b", seconds=1.0),
+        Instruction(LOAD, "gather c", seconds=5.0),
+        Instruction(LOAD, "gather a", seconds=1.0),
+    )
+    assert queues.ends["update b"] == pytest.approx(7.0)
+    queues.run([Instruction(LOAD, "gather d", seconds=1.0)], SECOND)
+    assert queues.ends["update b"] == pytest.approx(7.0)
