@@ -197,6 +197,10 @@ def page(path: str | Path, *, width: int = 1400, dark: bool = False) -> Iterator
         opened.open(url, width=width, dark=dark)
         yield opened
         opened.close()
+    except AssertionError:
+        # Other pages may be open, such as that of a module.
+        opened.close()
+        raise
     except BaseException:
         # Whatever it is doing now, the next page finds a fresh one.
         _end()

@@ -151,7 +151,7 @@ const pageView = (page) => {
     const spans = planner.timeline(chosen, asked);
     const total = chosen.time.seconds, sends = new Set(spans.filter((span) => span[0] === stepTime.SENT).map((span) => span[1].split(" ")[0]));
     at("step-title").textContent = `One step of ${chosen.label}`;
-    charts.key(at("step-key"), [["forward"], ["backward"], ["update", "optimizer update"], ["copy", "copies and casts"], ...(sends.has("gather") ? [["gather", "gather parameters"]] : []), ...(sends.has("reduce") ? [["reduce", "reduce gradients"]] : []), ...(usesHost() ? [["host", "updates in host memory"], ["loads", "loads from host memory"]] : [])]);
+    charts.key(at("step-key"), [["forward"], ["backward"], ["update", "optimizer update"], ["copy", "copies and casts"], ...(sends.has("gather") ? [["gather", "gather parameters"]] : []), ...(sends.has("reduce") ? [["reduce", "reduce gradients"]] : []), ...(usesHost() ? [["host", `updates${page.shown.asked.host === "all" ? " and activations" : ""} to host memory`], ["loads", "loads from host memory"]] : [])]);
     at("step-chart").classList.add("lanes");
     charts.lanes(at("step-chart"), { spans, total, kinds: stepTime });
     const bound = chosen.time.cpuSeconds > 0.9 * chosen.time.seconds ? " The CPU that launches kernels bounds this step." : "";
