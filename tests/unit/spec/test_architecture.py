@@ -48,8 +48,8 @@ def write(folder: Path, config: dict[str, Any]) -> Path:
 def at_length(spec: ModelSpec, seq: int) -> ModelSpec:
     """Return the spec with laws of the batch alone, as a trace at one length has them, and traces in one order.
 
-    The operations of a row are sorted: two whose results are arguments of one call of autograd's C++ come in the order that
-    the compiler of a torch build has chosen (pow's backward on aarch64 and x86-64).
+    The operations of a row are sorted: where two are arguments of one call in autograd's C++, as in pow's backward, the
+    compiler of a torch build chooses their order. The stored laws and a trace may be of different builds.
     """
 
     def law(one: Law) -> Law:
