@@ -70,7 +70,7 @@ const pageView = (page) => {
   // What the page leaves out: a choice for each layer, and updates inside backward.
   function hostText() {
     if (!usesHost()) return "";
-    return `Here all layers use host memory. To let only as many use it as are needed: ${command(["--strategy auto", "--update auto"], { isFixed: false })}`;
+    return `Here all layers use host memory. To let only as many use it as are needed: ${command(["--strategy auto", "--update auto"], { withHost: false })}`;
   }
 
   function wayButton(way) {
@@ -89,7 +89,7 @@ const pageView = (page) => {
   }
 
   function waysText(ways) {
-    if (!ways.length) return "It does not fit with recompute full on any number of GPUs of this page either.";
+    if (!ways.length) return "It does not fit with recompute full, host memory or any number of GPUs of this page either.";
     const unlinked = ways.every((way) => way.isOffered) ? "" : " How machines with this GPU are linked is not known, so the page has no speed for them.";
     return `It fits with ${ways.map(wayText).join("; or with ")}.${unlinked}`;
   }
@@ -151,7 +151,7 @@ const pageView = (page) => {
     const spans = planner.timeline(chosen, asked);
     const total = chosen.time.seconds, sends = new Set(spans.filter((span) => span[0] === stepTime.SENT).map((span) => span[1].split(" ")[0]));
     at("step-title").textContent = `One step of ${chosen.label}`;
-    charts.key(at("step-key"), [["forward"], ["backward"], ["update", "optimizer update"], ["copy", "copies and casts"], ...(sends.has("gather") ? [["gather", "gather parameters"]] : []), ...(sends.has("reduce") ? [["reduce", "reduce gradients"]] : []), ...(usesHost() ? [["host", `updates${page.shown.asked.host === "all" ? " and activations" : ""} to host memory`], ["loads", "loads from host memory"]] : [])]);
+    charts.key(at("step-key"), [["forward"], ["backward"], ["update", "optimizer update"], ["copy", "copies and casts"], ...(sends.has("gather") ? [["gather", "gather parameters"]] : []), ...(sends.has("reduce") ? [["reduce", "reduce gradients"]] : []), ...(usesHost() ? [["host", `updates${page.shown.asked.host === "all" ? " and activations" : ""} in host memory`], ["loads", "loads from host memory"]] : [])]);
     at("step-chart").classList.add("lanes");
     charts.lanes(at("step-chart"), { spans, total, kinds: stepTime });
     const bound = chosen.time.cpuSeconds > 0.9 * chosen.time.seconds ? " The CPU that launches kernels bounds this step." : "";
@@ -167,12 +167,12 @@ const pageView = (page) => {
     charts.table(at("frontier-table"), ["budget", "plan", unit], points.map(({ budget, label, value }) => ({ cells: [gib(budget), label, value === null ? "–" : significant(value)] })));
   }
 
-  // `options`: what the page cannot compute, and the command can. `isFixed`: with the choice for host memory.
-  function command(options = [], { isFixed = true } = {}) {
+  // `options`: what the page cannot compute, and the command can. `withHost`: with the choice for host memory.
+  function command(options = [], { withHost = true } = {}) {
     const { per_node: perNode } = page.hardware, nodes = page.state.gpus / perNode;
     const cluster = nodes > 1 ? `${nodes}x${perNode}x${page.state.device}` : `${page.state.gpus}x${page.state.device}`;
     const { model } = page.shown.planner;
-    const parts = ["shardwise plan", model.name, `--cluster ${cluster}`, page.state.recompute !== "none" && `--recompute ${page.state.recompute}`, ...(isFixed ? HOSTS[page.state.host] : []), page.state.batch !== null && `--micro-batch ${page.state.batch}`,
+    const parts = ["shardwise plan", model.name, `--cluster ${cluster}`, page.state.recompute !== "none" && `--recompute ${page.state.recompute}`, ...(withHost ? HOSTS[page.state.host] : []), page.state.batch !== null && `--micro-batch ${page.state.batch}`,
       page.state.seq !== null && page.state.seq !== model.seq && `--seq ${page.state.seq}`, page.state.budget !== null && `--budget ${page.state.budget}GiB`,
       page.training && `--tokens ${page.state.tokens.trim().replaceAll(",", "")}`, page.training?.price && `--price ${page.training.price}`, ...options, "--save plan.toml"];
     return parts.filter(Boolean).join(" ");
