@@ -20,7 +20,12 @@ from difflib import get_close_matches
 
 
 class ShardwiseError(Exception):
-    """A mistake that the user can fix; the message says how."""
+    """A mistake that the user can fix; the message says how.
+
+    `peer` is the rank whose failure this error passes on, or that did not come, if it names one.
+    """
+
+    peer: int | None = None
 
 
 class InvalidPlan(ShardwiseError):  # noqa: N818 - reads as the first word of the line that users see

@@ -14,14 +14,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from shardwise.comm.agreement import RanksDisagree, about
 from shardwise.errors import InvalidData
 from shardwise.launch.failure import during, report
 
 RANK = int(os.environ["RANK"])
-
-
-class RanksDisagree(Exception):  # noqa: N818 - by the name of ours, which tells of a peer
-    pass
+# How much later than its peer's echo a rank fails, at a point that says so.
+DELAY_SECONDS = float(os.environ.get("POINT_DELAY_SECONDS", "0.5"))
 
 
 class Sticky:
@@ -147,8 +146,18 @@ def killed_with_a_child() -> None:
 
 
 def after_its_echo() -> None:
-    time.sleep(0.5)
+    time.sleep(DELAY_SECONDS)
     raise_value()
+
+
+def exit_code_after_its_echo() -> None:
+    time.sleep(DELAY_SECONDS)
+    sys.exit(3)
+
+
+def exits_with_0_after_its_echo() -> None:
+    time.sleep(DELAY_SECONDS)
+    os._exit(0)
 
 
 def many_lines() -> None:
@@ -188,6 +197,9 @@ POINTS: dict[str, Callable[[], None]] = {
     "leaves_a_daemon": leaves_a_daemon,
     "killed_with_a_child": killed_with_a_child,
     "after_its_echo": after_its_echo,
+    "exit_code_after_its_echo": exit_code_after_its_echo,
+    "exits_with_0_after_its_echo": exits_with_0_after_its_echo,
+    "never_reports": wait_for_ever,
     "many_lines": many_lines,
     "not_text": not_text,
     "device_lost": device_lost,
@@ -207,8 +219,8 @@ def main() -> None:
         POINTS[point]()
     if (failing + 1) % 3 == RANK:
         # A peer that has lost its connection complains, at once or soon.
-        time.sleep(0.0 if point == "after_its_echo" else 0.3)
-        raise RanksDisagree(f"rank {failing} could not continue")
+        time.sleep(0.0 if point.endswith("after_its_echo") else 0.3)
+        raise about(RanksDisagree(f"rank {failing} could not continue"), failing)
     wait_for_ever()
 
 

@@ -60,7 +60,7 @@ def on_each_rank(
     """
     result, failure = _attempted(action, catches=catches)
     everyone = exchange((result, None if failure is None else describe(failure)), group=group)
-    _raise_first(failure, [line for _, line in everyone], raises=raises)
+    _raise_first(failure, [line for _, line in everyone], group=group, raises=raises)
     return [theirs for theirs, _ in everyone]
 
 
@@ -76,7 +76,7 @@ def together(
     if any_rank(failure is not None, group=group):
         # Without their results, which may be nothing that can be sent.
         lines = exchange(None if failure is None else (describe or _in_one_line)(failure), group=group)
-        _raise_first(failure, lines, raises=raises)
+        _raise_first(failure, lines, group=group, raises=raises)
     return result  # type: ignore[return-value]
 
 
@@ -88,13 +88,22 @@ def _attempted(action: Callable[[], T], *, catches: type[Exception]) -> tuple[T 
         return None, error
 
 
-def _raise_first(failure: Exception | None, lines: Sequence[str | None], *, raises: type[ShardwiseError]) -> None:
+def _raise_first(
+    failure: Exception | None, lines: Sequence[str | None], *, group: Group | None, raises: type[ShardwiseError]
+) -> None:
     """Raise this rank's own failure, or else what the first rank with a line says; do nothing if there is none."""
     if failure is not None:
         raise failure
-    for rank, line in enumerate(lines):
+    for index, line in enumerate(lines):
         if line is not None:
-            raise raises(f"rank {rank} could not continue: {line}")
+            rank = index if group is None else group.ranks[index]
+            raise about(raises(f"rank {rank} could not continue: {line}"), rank)
+
+
+def about(error: ShardwiseError, rank: int | None) -> ShardwiseError:
+    """Return the error with the rank that it is about, so that it is not taken for the cause while that rank ends."""
+    error.peer = rank
+    return error
 
 
 def by_first(
@@ -192,10 +201,8 @@ def _meet(store: Store, what: str, *, limit_seconds: float) -> None:
                 store.add(everyone, -1)
                 store.add(here, -1)
                 store.delete_key(keys[dist.get_rank()])
-                raise RanksMissing(
-                    f"rank {', '.join(map(str, missing))} did not come to {what} within {limit_seconds:.0f} s: call it "
-                    "on every rank"
-                )
+                line = f"rank {', '.join(map(str, missing))} did not come to {what} within {limit_seconds:.0f} s"
+                raise about(RanksMissing(f"{line}: call it on every rank"), missing[0])
             time.sleep(0.002)
             num_come = int(store.get(everyone))
     _HELD.append(what)

@@ -10,7 +10,7 @@ from uuid import uuid4
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
-from shardwise.comm.agreement import RanksMissing
+from shardwise.comm.agreement import RanksMissing, about
 from shardwise.comm.job_environment import Rendezvous
 from shardwise.errors import InvalidJob
 
@@ -37,8 +37,11 @@ def wait_for_ranks(rendezvous: Rendezvous, *, rank: int, num_ranks: int, limit_s
     while not place.is_complete():
         place.pass_on()
         if time.monotonic() > deadline:
-            missing = ", ".join(map(str, place.missing()))
-            raise RanksMissing(f"rank {missing} of {num_ranks} did not join within {limit_seconds:g} s: {_HINT}")
+            missing = place.missing()
+            line = (
+                f"rank {', '.join(map(str, missing))} of {num_ranks} did not join within {limit_seconds:g} s: {_HINT}"
+            )
+            raise about(RanksMissing(line), missing[0])
         time.sleep(_POLL_SECONDS)
     return PrefixStore(place.meeting, store)
 
@@ -112,7 +115,8 @@ def _store(rendezvous: Rendezvous, *, num_ranks: int, limit_seconds: float) -> S
         where = _where(rendezvous)
         if rendezvous.serves:
             raise InvalidJob(f"rank 0 cannot listen on {where}: set MASTER_PORT to a port that is free") from error
-        raise RanksMissing(f"rank 0 of {num_ranks} was not at {where} within {limit_seconds:g} s: {_HINT}") from error
+        line = f"rank 0 of {num_ranks} was not at {where} within {limit_seconds:g} s: {_HINT}"
+        raise about(RanksMissing(line), 0) from error
 
 
 def _tcp_store(

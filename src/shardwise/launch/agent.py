@@ -13,8 +13,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import suppress
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -28,6 +29,9 @@ from shardwise.launch.rank_files import RankEnvironments, RankFiles, num_threads
 from shardwise.launch.warm_start import WarmStart, forking
 
 _MONITOR_SECONDS = 0.05
+# How long a rank that has failed has to report, from when another rank's error is about it. It may still be saving, or
+# its interpreter may be ending, on a machine with other work. Ranks that were killed are known at once.
+_CAUSE_SECONDS = 15.0
 # How long ranks that lose a peer have to write a record before the job ends. They notice when the failed rank's process
 # exits, which may take all of its last words.
 _RECORD_SECONDS = LAST_WORDS_SECONDS + 1.0
@@ -158,32 +162,51 @@ class Agent(LocalElasticAgent):
     def _first_failure(self) -> Failure | None:
         """Return the failure that ends this start, if any rank has failed, after giving that rank time to exit.
 
-        If all known failures are echoes, the rank that caused them gets time to report.
+        If all known failures are echoes, the rank that caused them gets time to report or to exit.
         """
-        failures: dict[int, Failure] = {}
-        deadline = time.monotonic() + LAST_WORDS_SECONDS
+        reports: dict[int, Failure] = {}
+        begun = time.monotonic()
         while True:
+            # First, since a rank reports before it exits.
             exits = self._exits()
-            for rank in self._pids.keys() - failures.keys():
-                # In this order, since a rank reports before it exits.
-                failure = reported(self._files.report(restarts=self.restarts, rank=rank))
-                if failure is None and exits.get(rank, 0) != 0:
-                    failure = ended(exits[rank], rank=rank, log=self._files.written(restarts=self.restarts, rank=rank))
-                if failure is not None:
-                    failures[rank] = failure
+            for rank in self._pids.keys() - reports.keys():
+                if (failure := reported(self._files.report(restarts=self.restarts, rank=rank))) is not None:
+                    reports[rank] = failure
+            silent = {rank: code for rank, code in sorted(exits.items()) if rank not in reports}
+            failures = [*reports.values(), *(self._ended(rank, reports) for rank, code in silent.items() if code)]
             if not failures:
                 return None
-            cause = first(failures.values())
-            if (cause.rank in exits and not cause.echo) or time.monotonic() > deadline or len(exits) == len(self._pids):
-                return self._early_exit(failures, exits=exits) if cause.echo and self.stopped_by is None else cause
+            cause = first(failures)
+            left = [rank for rank, code in silent.items() if code == 0]
+            running = self._pids.keys() - exits.keys() - reports.keys()
+            is_known, patience_seconds = cause.rank in exits, LAST_WORDS_SECONDS
+            if cause.echo and self.stopped_by is None:
+                is_known = cause.peer in left
+                if cause.peer in running or (cause.peer is None and running and not left):
+                    patience_seconds = _CAUSE_SECONDS
+            if is_known or len(exits) == len(self._pids) or time.monotonic() - begun > patience_seconds:
+                return self._named(cause, reports, left=left, running=running)
             time.sleep(_MONITOR_SECONDS)
 
-    def _early_exit(self, failures: dict[int, Failure], *, exits: dict[int, int]) -> Failure:
-        """Return the cause of failures that are all echoes: the rank that exited with code 0 unreported, if any."""
-        left = [rank for rank, code in sorted(exits.items()) if code == 0 and rank not in failures]
-        if not left:
-            return first(failures.values())
-        return ended(0, rank=left[0], log=self._files.written(restarts=self.restarts, rank=left[0]))
+    def _named(self, cause: Failure, reports: dict[int, Failure], *, left: Sequence[int], running: Set[int]) -> Failure:
+        """Return the cause; for an echo, the failure of the rank that ended without a report, if there is one."""
+        if not cause.echo or self.stopped_by is not None:
+            return cause
+        if left and (cause.peer is None or cause.peer in left):
+            return self._ended(left[0] if cause.peer is None else cause.peer, reports)
+        if cause.peer in running:
+            return replace(cause, what=f"{cause.what}; rank {cause.peer} is still running and has reported nothing")
+        return cause
+
+    def _ended(self, rank: int, reports: dict[int, Failure]) -> Failure:
+        """Describe how a rank without a report has ended, and which rank noticed first."""
+        echoes = [failure for failure in reports.values() if failure.echo]
+        return ended(
+            self._exits()[rank],
+            rank=rank,
+            log=self._files.written(restarts=self.restarts, rank=rank),
+            noticed_by=first(echoes).rank if echoes else None,
+        )
 
     def _wait_for_records(self, failure: Failure) -> None:
         """Give ranks that lost a peer time to write their records, since the job is over.

@@ -2,7 +2,7 @@
 
 When one rank raises, its peers lose a connection or wait for it in vain, and raise as well. To show the cause and not
 such an echo, each report carries the time of a clock that all processes of a machine share, and says whether it is only
-about a peer.
+about a peer, and about which one if it names it.
 
 No torch here, and torch's classes by name: a rank must be able to report that it could not import torch.
 """
@@ -10,7 +10,6 @@ No torch here, and torch's classes by name: a rank must be able to report that i
 import faulthandler
 import json
 import os
-import re
 import signal
 import time
 import traceback
@@ -32,8 +31,8 @@ _NUM_LINES = 15
 _NOTE = "during "
 # Names of errors about a peer; classes derived from them count too.
 _OF_A_PEER = frozenset({"DistError", "RanksDisagree", "RanksMissing"})
-# Gloo has no error class, but names its files; `agree` passes on the error of one rank.
-_ABOUT_A_PEER = re.compile(r"/gloo/|\brank \d+ could not continue\b")
+# Gloo has no error class, but names its files.
+_OF_GLOO = "/gloo/"
 # Errors that come from outside the program.
 _FROM_OUTSIDE = frozenset({"OSError", "AcceleratorError", "DiskFailed", "RankStopped"})
 _OF_THE_WATCHDOG = frozenset({"RankStopped"})
@@ -53,6 +52,7 @@ class Failure:
     seconds   when, by the clock that all processes of a machine share
     mistake   a user's mistake (a ShardwiseError), shown in one line
     echo      it is only about a peer: a lost connection, a rank that did not come
+    peer      the rank that an echo names
     killed    by a signal, without a report
     passing   it came from outside the program (a kill, the device, the disk, the network), so a restart may help;
               an error of the program itself would occur again, since a run is deterministic
@@ -65,6 +65,7 @@ class Failure:
     traceback: str = ""
     mistake: bool = False
     echo: bool = False
+    peer: int | None = None
     passing: bool = False
     killed: bool = False
 
@@ -74,8 +75,10 @@ class Failure:
 
 
 def first(failures: Iterable[Failure]) -> Failure:
-    """Return the cause: the earliest failure that is not an echo, else the earliest."""
-    return min(failures, key=lambda failure: (failure.echo, failure.seconds))
+    """Return the cause: the earliest failure that is not an echo, else the earliest echo of a rank without a report."""
+    found = list(failures)
+    ranks = {failure.rank for failure in found}
+    return min(found, key=lambda failure: (failure.echo, failure.peer in ranks, failure.seconds))
 
 
 @contextmanager
@@ -90,7 +93,9 @@ def during(what: str) -> Iterator[None]:
 
 def failure_of(error: BaseException, *, rank: int) -> Failure:
     """Describe an error that was just raised on this rank."""
-    echo = any(_is_a(link, _OF_A_PEER) or _ABOUT_A_PEER.search(str(link)) for link in _chain(error))
+    chain = list(_chain(error))
+    peer = next((link.peer for link in chain if isinstance(link, ShardwiseError) and link.peer is not None), None)
+    echo = peer is not None or any(_is_a(link, _OF_A_PEER) or _OF_GLOO in str(link) for link in chain)
     outside = _is_a(error, _FROM_OUTSIDE) and not _is_a(error, _PERMANENT)
     one_line = isinstance(error, ShardwiseError)
     mistake = one_line and not outside
@@ -105,6 +110,7 @@ def failure_of(error: BaseException, *, rank: int) -> Failure:
         traceback="" if one_line else "".join(traceback.format_exception(error)),
         mistake=mistake,
         echo=echo,
+        peer=peer,
         passing=(echo or outside) and not mistake,
     )
 
@@ -161,12 +167,15 @@ def reported(path: Path) -> Failure | None:
     return Failure(**json.loads(text)["shardwise"])
 
 
-def ended(code: int, *, rank: int, log: str) -> Failure:
+def ended(code: int, *, rank: int, log: str, noticed_by: int | None = None) -> Failure:
     """Describe the failure of a rank that ended without a report. `code` < 0: killed by that signal."""
     by_signal = code < 0
     lines = log.splitlines()[-_NUM_LINES:]
-    early = " while other ranks were still running" if code == 0 else ""
-    how = f"was killed by {_name(-code)}" if by_signal else f"ended with exit code {code}{early}"
+    how = f"was killed by {_name(-code)}" if by_signal else f"ended with exit code {code}"
+    if code == 0:
+        how += " while other ranks were still running"
+    elif noticed_by is not None and not by_signal:
+        how += f" and left no report; rank {noticed_by} noticed first"
     return Failure(
         rank=rank,
         seconds=time.monotonic(),

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from shardwise.comm.agreement import RanksDisagree, RanksMissing
+from shardwise.comm.agreement import RanksDisagree, RanksMissing, about
 from shardwise.errors import CheckpointError, DiskFailed, InvalidPlan
 from shardwise.launch.failure import Failure, during, ended, failure_of, first, report, reported
 
@@ -29,6 +29,12 @@ def raised(error: BaseException) -> Failure:
         return failure_of(caught, rank=2)
 
 
+def test_an_error_that_passes_on_the_failure_of_a_rank_is_an_echo_that_names_it() -> None:
+    told = raised(about(CheckpointError("rank 3 could not continue: OSError"), 3))
+    assert (told.echo, told.peer) == (True, 3)
+    assert raised(CheckpointError("rank 3 could not continue, says a file")).echo is False
+
+
 def failure(rank: int, *, seconds: float, echo: bool = False) -> Failure:
     return Failure(rank=rank, seconds=seconds, what="", echo=echo)
 
@@ -39,6 +45,10 @@ class TestFirst:
 
     def test_is_no_echo_where_there_is_a_cause_even_a_later_one(self) -> None:
         assert first([failure(0, seconds=1.0, echo=True), failure(1, seconds=2.0)]).rank == 1
+
+    def test_is_the_echo_of_a_rank_that_no_report_explains_further(self) -> None:
+        passed_on = Failure(rank=0, seconds=1.0, what="", echo=True, peer=1)
+        assert first([passed_on, failure(1, seconds=2.0, echo=True)]).rank == 1
 
     def test_is_the_earliest_echo_where_there_is_nothing_else(self) -> None:
         assert first([failure(0, seconds=2.0, echo=True), failure(1, seconds=1.0, echo=True)]).rank == 1

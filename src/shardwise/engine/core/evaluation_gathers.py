@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from shardwise.comm.agreement import RanksMissing, meet
+from shardwise.comm.agreement import RanksMissing, about, meet
 from shardwise.comm.groups import Group
 from shardwise.comm.issued import of_no_step
 from shardwise.comm.rank_progress import NO_GRAD_FORWARD, PROGRESS
@@ -142,10 +142,11 @@ class EvaluationGathers:
         try:
             meet("a step after an evaluation", limit_seconds=self.patience_seconds)
         except RanksMissing as missing:
-            raise RanksMissing(
+            line = (
                 f"{missing}; where ranks evaluate different numbers of batches, do it inside `with "
                 "shardwise.evaluating(model):`"
-            ) from None
+            )
+            raise about(RanksMissing(line), missing.peer) from None
         self._gathered = False
 
     @contextmanager
