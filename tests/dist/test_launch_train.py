@@ -62,7 +62,7 @@ def check_broken(point: str, folder: Path, *, code: int, errors: str) -> None:
     assert code == (2 if point == "the model" else 1)
     assert "restart" not in errors, "it would break again"
     # Until then rank 1 writes into its log, its traceback last.
-    assert ended - (folder / "run/logs/rank-1.txt").stat().st_mtime < 10.0
+    assert ended - (folder / "run/logs/rank-1.txt").stat().st_mtime < 25.0
     assert left_with(f"POINT_FOLDER={folder}") == []
 
 

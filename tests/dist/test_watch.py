@@ -28,6 +28,8 @@ from shardwise.plan import Plan
 HERE = Path(__file__).parent
 STALLING = str(HERE / "stalling.py")
 WATCH_SECONDS = 3.0
+# Under eight on quiet cores; without the watchdog, Gloo would wait for half an hour.
+SOON_SECONDS = 40.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,14 +97,14 @@ def test_a_process_that_is_stopped_is_named_by_the_others(fault: str, strategy: 
     say(re.sub(r"\d+ s\b", "60 s", waiting.verdict))
     assert waiting.code == EXIT_CODE
     assert stopped.code is None
-    assert waiting.seconds < WATCH_SECONDS + 5
+    assert waiting.seconds < SOON_SECONDS
 
 
 def test_a_stopped_process_that_serves_the_store_is_named_too(tmp_path: Path) -> None:
     stopped, waiting = started("stopped", "ddp", tmp_path, WRONG_RANK="0")
     assert "rank 0 stopped (has not answered" in waiting.verdict
     assert (stopped.code, waiting.code) == (None, EXIT_CODE)
-    assert waiting.seconds < WATCH_SECONDS + 5
+    assert waiting.seconds < SOON_SECONDS
 
 
 @pytest.mark.parametrize(
@@ -122,7 +124,7 @@ def test_a_rank_whose_own_code_holds_up_the_others_is_named_by_all(
     for rank in started(fault, strategy, tmp_path):
         assert re.search(rf"rank 1 stopped \(has issued nothing for \d+ s\): {where}; rank 0 waiting in", rank.verdict)
         assert rank.code == EXIT_CODE
-        assert rank.seconds < WATCH_SECONDS + 5
+        assert rank.seconds < SOON_SECONDS
 
 
 @pytest.mark.parametrize(
@@ -169,14 +171,14 @@ def test_a_call_on_one_rank_that_needs_all_is_named_by_all_within_seconds(
         said = rf"rank 1 waits in {call}, which needs all ranks, and rank 0 {other}: call it on every rank"
         assert re.search(said, rank.verdict)
         assert rank.code == EXIT_CODE
-        assert rank.seconds < WATCH_SECONDS + 5
+        assert rank.seconds < SOON_SECONDS
 
 
 def test_a_call_that_a_rank_has_ended_without_is_named_within_seconds(tmp_path: Path) -> None:
     waiting, ended = started("forward, end", "fsdp", tmp_path, WRONG_RANK="0")
     assert re.search(r"rank 0 waits in a forward without gradients .* and rank 1 has ended: call it", waiting.verdict)
     assert (waiting.code, ended.code) == (EXIT_CODE, 0)
-    assert waiting.seconds < WATCH_SECONDS + 5
+    assert waiting.seconds < SOON_SECONDS
 
 
 @pytest.mark.whole

@@ -54,7 +54,8 @@ def test_what_listens_and_never_answers_is_named_within_the_limit(local: bool, a
         if taken is not None:
             taken.result()[0].close()
     assert "\n" not in say(str(raised.value).replace(str(port), "29500"))
-    assert time.monotonic() - began < 5
+    # A process group waits for half an hour.
+    assert time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize("interface", ["", "127.0.0.1"])
