@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
+from torch.torch_version import TorchVersion
 from whole import whole
 
 from shardwise.models.shapes import LlamaShape
@@ -26,6 +28,15 @@ SHAPE = LlamaShape(
     num_layers=3, width=128, num_heads=4, num_kv_heads=2, ffn_width=256, vocab_size=256, max_seq=64, vocab_multiple=1
 )
 FP8 = {"precision": "fp8", "fp8_min_features": 64}
+
+
+# Measured with torch 2.11. Where one scale serves a tensor, the compiler of torch 2.14 and later saves the scale in place of the
+# input that was cast to fp8, and casts it again in backward: of one product per layer at width 2,048, of three at 4,096.
+CASTS_AGAIN = torch.__version__ >= TorchVersion("2.14")
+NOT_SAVED = {
+    ("llama-3.2-1b", "tensorwise"): 16 * (4096 * 2048 + 512),
+    ("llama-3.1-8b", "tensorwise"): 32 * 3 * (8192 * 4096 + 512),
+}
 
 
 def measured_on_an_h200(case: str, recipe: str) -> int:
@@ -49,7 +60,8 @@ def test_compiled_units_in_fp8_take_what_was_measured(
 ) -> None:
     plan = Plan(precision="fp8", fp8_recipe=recipe, compile="inductor", capture=capture)
     found = estimate(Source(model, seq=seq).spec_for(plan), plan=plan, num_ranks=8, batch=batch)
-    assert found.allocated_bytes == pytest.approx(measured_on_an_h200(case, recipe), rel=0.003)
+    expected = measured_on_an_h200(case, recipe) - CASTS_AGAIN * NOT_SAVED.get((model, recipe), 0)
+    assert found.allocated_bytes == pytest.approx(expected, rel=0.003)
 
 
 @pytest.mark.parametrize(
