@@ -1,20 +1,24 @@
 """The functions that users call on a model. `prepare` chooses the engine; the others call the engine of the model."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.comm.collectives import Collectives
+from shardwise.comm.job_environment import start_of
 from shardwise.comm.watch import WATCH_SECONDS
 from shardwise.engine.guards.replicas import COMPARE_EVERY
 from shardwise.engine.prepare import prepare_on_ours
 from shardwise.engine.protocol import Batch, Step, require_engine
 from shardwise.plan import Plan, as_plan
 from shardwise.plan.limits import LIMITS
+from shardwise.vocabulary.tested_versions import warn_if_untested_torch
 
 AnyOptimizer = TypeVar("AnyOptimizer", Optimizer, None, list[Optimizer])
 
@@ -49,6 +53,9 @@ def prepare(
                            for each once, so that a file can be read tensor by tensor.
     engine = 'torch'       under ddp, returns the model inside a DistributedDataParallel.
     """
+    # Before the engine, which may stop at a private name of torch that is gone.
+    if (dist.get_rank() if dist.is_initialized() else start_of(os.environ).rank) == 0:
+        warn_if_untested_torch()
     plan = as_plan(plan)
     given = {"collectives": collectives, "weights": weights, "optimizers": isinstance(optimizer, list) or None}
     arguments = [name for name, value in given.items() if value is not None]

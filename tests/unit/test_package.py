@@ -8,6 +8,7 @@ import pytest
 
 import shardwise
 from shardwise.vocabulary.lazy_names import lazy_names
+from shardwise.vocabulary.tested_versions import TESTED_TORCH
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,11 +38,17 @@ def test_the_package_is_typed() -> None:
     assert (Path(shardwise.__file__).parent / "py.typed").exists()
 
 
-def test_the_torch_that_is_pinned_is_in_the_range_that_is_promised() -> None:
+def test_documents_and_requirements_state_the_torch_versions_that_were_tested() -> None:
+    oldest = ".".join(TESTED_TORCH[0].split(".")[:2])
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    (torch,) = [line for line in project["dependencies"] if line.startswith("torch>")]
-    assert torch == "torch>=2.11,<2.14"
-    assert "torch==2.13.0\n" in (ROOT / "constraints.txt").read_text()
+    assert [line for line in project["dependencies"] if line.startswith("torch")] == [f"torch>={oldest}"]
+    asked = (line.partition("#")[0].strip() for line in (ROOT / "requirements.txt").read_text().splitlines())
+    assert [line for line in asked if line.startswith("torch")] == [f"torch>={oldest}"]
+    pinned = (ROOT / "constraints.txt").read_text().splitlines()
+    assert [line for line in pinned if line.removeprefix("torch==") in TESTED_TORCH]
+    versions = ", ".join(TESTED_TORCH[:-1]) + f" and {TESTED_TORCH[-1]}"
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"It needs torch {oldest} or newer. The test suite was run on torch {versions} ([the list]" in readme
 
 
 def test_the_reading_order_of_the_readme_names_six_files_that_exist_and_are_short() -> None:

@@ -24,6 +24,7 @@ from shardwise.cli.report import report
 from shardwise.cli.tokens import tokens
 from shardwise.cli.train import train
 from shardwise.errors import ShardwiseError
+from shardwise.vocabulary.tested_versions import installed_torch, untested_torch
 from shardwise.vocabulary.version import __version__
 
 # Former names of options; they still work, but --help does not show them.
@@ -61,6 +62,9 @@ app.add_typer(checkpoint, name="checkpoint")
 def _print_version(asked: bool) -> None:
     if asked:
         print(f"shardwise {__version__}")
+        line = untested_torch(installed_torch())
+        if line:
+            print(line, file=sys.stderr)
         raise typer.Exit
 
 

@@ -1,10 +1,16 @@
-"""The versions of other libraries that our integrations were tested with.
+"""The versions of torch that the whole test suite was run on, and those of the libraries that our integrations extend.
 
-The integrations override methods of those libraries. Some are private, so that another version may call others.
+The engine uses private names of torch (torch_internals.py), and the integrations override methods of the libraries,
+some of them private: another version may have changed them. Newer ones are not refused; a warning names them.
 """
 
 import warnings
-from importlib.metadata import version
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+
+# From the oldest that Shardwise supports to the newest, each on all of tests/. README.md and pyproject.toml repeat it;
+# tests/unit/test_package.py compares them.
+TESTED_TORCH = ("2.11.0", "2.13.0", "2.14.1", "2.15.0")
 
 # Library → the first tested version, and the first untested one after it.
 TESTED: dict[str, tuple[str, str]] = {
@@ -26,10 +32,40 @@ def warn_if_untested(library: str) -> None:
         )
 
 
+def untested_torch(found: str) -> str:
+    """Return one line if torch `found` is outside of the tested minor releases, oldest to newest, else ""."""
+    oldest, newest = TESTED_TORCH[0], TESTED_TORCH[-1]
+    release = _numbers(found)[:2]
+    if release and release < _numbers(oldest)[:2]:
+        return f"torch {found} is older than {oldest}, the oldest that Shardwise supports: install torch {newest}"
+    if release > _numbers(newest)[:2]:
+        return (
+            f"torch {found} is newer than {newest}, the newest that Shardwise's test suite was run on: compare a few "
+            f"steps with torch's own DDP before you rely on it, or install torch {newest}"
+        )
+    return ""
+
+
+def installed_torch() -> str:
+    """Return the version of the torch that is installed, without importing it; "" if none is."""
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return ""
+
+
+@cache
+def warn_if_untested_torch() -> None:
+    """Warn once per process if the installed torch is outside of the tested releases."""
+    line = untested_torch(installed_torch())
+    if line:
+        warnings.warn(line, stacklevel=3)
+
+
 def _numbers(text: str) -> tuple[int, ...]:
-    """Return the parts before the first one that is not a number: 1.15.0rc1 → (1, 15)."""
+    """Return the parts before the first one that is not a number: 1.15.0rc1 → (1, 15), 2.15+cpu → (2, 15)."""
     numbers: list[int] = []
-    for part in text.split("."):
+    for part in text.partition("+")[0].split("."):
         if not part.isdigit():
             break
         numbers.append(int(part))

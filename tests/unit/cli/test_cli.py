@@ -17,6 +17,7 @@ from shardwise.cli.help_pages import COMMANDS, OPTIONS
 from shardwise.errors import InvalidPlan, ShardwiseError
 from shardwise.models.catalogue import CATALOGUE
 from shardwise.plan import Plan
+from shardwise.vocabulary import tested_versions
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -150,6 +151,16 @@ def test_help_shows_one_spelling_of_an_option_and_the_former_one_still_works(
 def test_the_version_is_the_packages(capfd: pytest.CaptureFixture[str]) -> None:
     assert exit_code("--version") == 0
     assert capfd.readouterr().out == f"shardwise {shardwise.__version__}\n"
+
+
+def test_the_version_says_that_the_installed_torch_was_not_tested(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tested_versions, "version", lambda package: {"torch": "9.1.0"}[package])
+    assert exit_code("--version") == 0
+    out, err = capfd.readouterr()
+    assert out == f"shardwise {shardwise.__version__}\n"
+    assert err == tested_versions.untested_torch("9.1.0") + "\n"
 
 
 def test_models_lists_the_catalogue(capfd: pytest.CaptureFixture[str]) -> None:
