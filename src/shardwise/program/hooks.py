@@ -57,7 +57,7 @@ class StepListener(Protocol[_Heard]):
 
 
 class UnitGrads(Generic[UnitT]):
-    """A unit's gradients in one backward: the parameters that can get one, and those that have one, by id.
+    """A unit's gradients in one backward: the parameters that can get one, and those that autograd has come to, by id.
 
     They are `closed` outside a backward, and as soon as no more are accepted in it.
     """
@@ -241,7 +241,7 @@ class StepHooks(Generic[UnitT]):
                 "the unit; make the module that uses it the unit (units = 'auto + MODULE')"
             )
         grads.arrived.add(key)
-        if self.on_grad is not None:
+        if self.on_grad is not None and parameter.grad is not None:
             self.on_grad(grads.unit, parameter)
         if grads.complete:
             self.listener.grads_ready(grads.unit)
@@ -334,7 +334,8 @@ def _before_grad(held: "weakref.ref[UnitGrads[Any]]", grad: Tensor) -> None:
 def _grad_arrived(held: "weakref.ref[UnitGrads[Any]]", key: int, parameter: Tensor) -> None:
     """Count a gradient. Autograd holds this hook where the garbage collector cannot look: it must not hold the unit.
 
-    It is called for every parameter in every backward, so the usual case is handled here.
+    It is called for every parameter in every backward, so the usual case is handled here. Autograd calls it also where
+    a function has returned None as the gradient, and then `p.grad` stays None: no more comes, but it was not used.
     """
     grads = held()
     if grads is None:

@@ -502,6 +502,32 @@ def test_a_unit_whose_parameters_are_not_all_used_is_not_ready() -> None:
     assert hooks.grads[ROOT].arrived == {id(model.used.weight), id(model.used.bias)}
 
 
+class NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+def test_a_unit_is_ready_where_a_function_returns_none_as_a_gradient_and_that_is_no_gradient() -> None:
+    class Behind(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight + NoGradient.apply(self.bias)
+
+    model = Stack(a=Behind(2, 2))
+    arrived: list[Tensor] = []
+    notes = Notes()
+    hooks = StepHooks(modules_of(model, "a"), listener=notes, on_grad=lambda unit, grad: arrived.append(grad))
+    hooks.attach()
+    expect(hooks)
+    run(model)
+    assert "ready a" in notes.take()
+    assert [grad is model.a.weight for grad in arrived] == [True]
+
+
 def test_a_parameter_that_is_thawed_gets_its_hook_when_it_is_expected() -> None:
     model = Stack(a=nn.Linear(2, 2))
     model.a.bias.requires_grad_(False)

@@ -61,10 +61,13 @@ class ReduceBucket:
         """Move a unit's gradients into the buffer; a parameter without one counts as zero."""
         unit.grads.closed = True
         weight = self.passes.weight(num_ranks=self.groups.mesh.num_ranks)
-        if weight:
-            unit.used |= unit.grads.arrived
+        used = unit.grads.expected
         for flat, segment in self._places[unit.name]:
-            segment.take(flat, weight=weight)
+            without = segment.take(flat, weight=weight)
+            used = used.difference(without) if without else used
+        if weight:
+            # By what autograd left: it also comes to parameters for which an autograd.Function returned None.
+            unit.used |= used
         self.tape.record(Kind.TAKE_GRADS, unit.name)
 
     def keep(self) -> None:

@@ -79,10 +79,11 @@ class Segment:
     def _cut(self) -> list[list[Tensor]]:
         return [flat.views(part) for flat, part in zip(self.flats, self.parts(), strict=True)]
 
-    def take(self, flat: FlatParams, *, weight: float) -> None:
+    def take(self, flat: FlatParams, *, weight: float) -> list[int]:
         """Write a flat's gradients × weight into their places, or add them to those of earlier passes.
 
-        With weight 0 they do not even count as NaN; a parameter without one counts as zero.
+        With weight 0 they do not even count as NaN; a parameter without one counts as zero. Returns the parameters
+        without one, by id.
         """
         # First, since memory may run out in it.
         views = self.views(flat)
@@ -91,10 +92,15 @@ class Segment:
             for parameter in flat.params:
                 parameter.grad = None
         grads = [grad for grad in given if grad is not None and not grad.is_sparse]
+        without: list[int] = []
         if not weight or len(grads) < len(views):
+            without = [id(parameter) for parameter, grad in zip(flat.params, given, strict=True) if grad is None]
             views, grads = self._present(views, given if weight else [None] * len(views))
-        if not views:
-            return
+        if views:
+            self._write(views, grads, weight=weight)
+        return without
+
+    def _write(self, views: list[Tensor], grads: list[Tensor], *, weight: float) -> None:
         if self.holds:
             # In the buffer's dtype also where the gradients are narrower.
             torch._foreach_add_(views, grads, alpha=weight)

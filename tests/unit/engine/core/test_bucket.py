@@ -63,7 +63,8 @@ class Rank:
             unit = Unit(
                 name, module=nn.Identity(), placement=placement, flats=flats, tape=self.tape, events=setting.events
             )
-            unit.grads = SimpleNamespace(closed=False, arrived=set(), expected=frozenset())  # type: ignore[assignment]
+            expected = frozenset(id(parameter) for flat in flats for parameter in flat.params)
+            unit.grads = SimpleNamespace(closed=False, expected=expected)  # type: ignore[assignment]
             unit.trained_flats = flats
             self.units.append(unit)
         self.bucket = ReduceBucket(
@@ -81,7 +82,6 @@ class Rank:
                     value = values[index % len(values)]
                     if value is not None:
                         parameter.grad = torch.full_like(parameter, value)
-                        unit.grads.arrived.add(id(parameter))
             self.bucket.take_grads(unit)
 
     def grads(self) -> dict[str, set[float]]:
@@ -234,6 +234,16 @@ def test_a_pass_that_did_not_use_a_parameter_leaves_what_was_kept_of_it() -> Non
     rank.backward(None, 2.0)
     reduce([rank])
     assert rank.grads() == {"a.0": {1.0}, "a.1": {3.0}}
+
+
+def test_what_was_used_in_any_pass_is_used() -> None:
+    (rank,) = ranks_of("zero2", mesh=Mesh())
+    (unit,) = rank.units
+    rank.backward(None, 1.0)
+    rank.bucket.keep()
+    assert unit.used == {id(parameter) for flat in unit.flats for parameter in flat.params[1::2]}
+    rank.backward(1.0, None)
+    assert unit.used_all
 
 
 def test_narrow_gradients_add_up_in_the_reduce_dtype() -> None:
