@@ -46,6 +46,9 @@ class RecordedCall:
         # What the unit's buffers were before its forward, which may write them: (the module's buffers, name, place).
         self.buffers: list[tuple[dict[str, Any], str, StaticPlace]] = []
         self.needs_grad: list[bool] = []
+        # The inputs and the parameters, by number, that autograd comes to from the outputs.
+        self.reached_inputs: list[int] = []
+        self.reached_params: list[int] = []
         self.results: list[Any] = []
         self.outputs: list[StaticPlace] = []
         self.differentiable: list[bool] = []
@@ -104,8 +107,7 @@ class RecordedCall:
         self.call = mapped(call, Tensor, lambda tensor: by_input[id(tensor)])
         leaves, self.tree = tree_flatten(outputs)
         self._find_results(leaves, entries=entries, aliases=aliases)
-        trained = [alias for alias in aliases if alias.requires_grad]
-        self._leaves = [*(entry for entry in entries if entry.requires_grad), *trained]
+        self._find_leaves(entries=entries, aliases=aliases)
 
     def _find_results(self, leaves: list[Any], *, entries: list[Tensor], aliases: Sequence[Tensor]) -> None:
         taken = {tensor.untyped_storage().data_ptr() for tensor in (*entries, *aliases) if tensor.numel()}
@@ -129,9 +131,18 @@ class RecordedCall:
             self._outputs.append(leaf)
         self.outputs = [result for result in self.results if isinstance(result, StaticPlace)]
         self.differentiable = [output.requires_grad for output in self._outputs]
-        known = {id(tensor) for tensor in (*entries, *aliases)}
-        if any(id(leaf) not in known for leaf in _leaves_of(self._outputs)):
+
+    def _find_leaves(self, *, entries: list[Tensor], aliases: Sequence[Tensor]) -> None:
+        """Find what autograd comes to: a replay gives nothing to a layer that was not called, not even None."""
+        reached = set(map(id, _leaves_of(self._outputs)))
+        if not reached.issubset(map(id, (*entries, *aliases))):
             raise NotCaptured("it computes with parameters that its modules do not hold by name")
+        self.reached_inputs = [number for number, entry in enumerate(entries) if id(entry) in reached]
+        self.reached_params = [number for number, alias in enumerate(aliases) if id(alias) in reached]
+        self._leaves = [
+            *(entries[number] for number in self.reached_inputs),
+            *(aliases[number] for number in self.reached_params),
+        ]
 
     def record_backward(
         self, grads: Grads, *, place_of: Callable[[Tensor], StaticPlace | None], spares: set[StaticPlace]

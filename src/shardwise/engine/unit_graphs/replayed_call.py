@@ -39,18 +39,17 @@ class ReplayedCall:
         self.is_over = False
         self._passes = passes
         # The given tensors that have a gradient, for gradients of gradients.
-        self._given = [tensor if tensor.requires_grad else None for tensor in given]
+        self._given = {number: given[number] for number in call.reached_inputs}
         self._versions = call.watched.versions()
         self._random_state = random_state
 
     def apply(self) -> tuple[Tensor, ...]:
         """Return the call's outputs, as results of a node of autograd."""
-        leaves = [*filter(lambda tensor: tensor is not None, self._given), *self._trained()]
-        outputs: tuple[Tensor, ...] = _Replay.apply(self, *leaves)  # type: ignore[no-untyped-call]
+        outputs: tuple[Tensor, ...] = _Replay.apply(self, *self._given.values(), *self._params())  # type: ignore[no-untyped-call]
         return outputs
 
-    def _trained(self) -> list[Tensor]:
-        return [param for param in self.call.watched.params if param.requires_grad]
+    def _params(self) -> list[Tensor]:
+        return [self.call.watched.params[number] for number in self.call.reached_params]
 
     def backward(self, grads: Grads) -> Sequence[Tensor | None]:
         if self.is_over:
@@ -66,12 +65,16 @@ class ReplayedCall:
         keeps_graph = torch.is_grad_enabled() or torch._C._autograd._get_current_graph_task_keep_graph()
         with self._at_forward():
             found: Sequence[Tensor | None] | None
-            found = None if keeps_graph else self._passes.replay_backward(self.call, grads)
+            if all(grad is None for grad in grads):
+                # A later autograd.Function has returned None.
+                found = [None] * (len(self.call.reached_inputs) + len(self.call.reached_params))
+            else:
+                found = None if keeps_graph else self._passes.replay_backward(self.call, grads)
             if found is None:
                 found = self._recomputed(grads)
         if not keeps_graph:
             self.is_over = True
-            self._given = []
+            self._given = {}
             self._passes.end_call(self.call)
         return found
 
@@ -94,8 +97,10 @@ class ReplayedCall:
         call = self.call
         graph_of_grads = torch.is_grad_enabled()
         entries = [
-            given if given is not None and graph_of_grads else place.tensor.detach().requires_grad_(needs)
-            for place, given, needs in zip(call.inputs, self._given, call.needs_grad, strict=True)
+            self._given[number]
+            if number in self._given and graph_of_grads
+            else place.tensor.detach().requires_grad_(call.needs_grad[number])
+            for number, place in enumerate(call.inputs)
         ]
         by_place = {id(place): entry for place, entry in zip(call.inputs, entries, strict=True)}
         inputs, options = mapped(call.call, StaticPlace, lambda place: by_place[id(place)])
@@ -105,7 +110,7 @@ class ReplayedCall:
             leaves = tree_leaves(call.watched.forward(*inputs, **options))
         outputs = [leaf for leaf, result in zip(leaves, call.results, strict=True) if isinstance(result, StaticPlace)]
         pairs = [(one, grad) for one, grad in zip(outputs, grads, strict=True) if grad is not None]
-        leaves = [*(entry for entry in entries if entry.requires_grad), *self._trained()]
+        leaves = [*(entries[number] for number in call.reached_inputs), *self._params()]
         with unguarded():
             return torch.autograd.grad(
                 [output for output, _ in pairs],
