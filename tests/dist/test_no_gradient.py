@@ -233,3 +233,44 @@ def test_a_weight_without_a_gradient_has_the_bits_of_one_process(
     kind: type[Block], strategy: str, when: str, graphs: bool, num_ranks: int
 ) -> None:
     compare(kind, when, strategy=strategy, num_ranks=num_ranks, graphs=graphs)
+
+
+class Wide(nn.Module):
+    """A layer that is computed by a function of the engine, behind one that gives it no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.odd, self.other = (nn.Linear(16, 16, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Rounded.apply(self.odd(x), False) + self.other(x)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def moved(rank: int, options: dict[str, Any]) -> tuple[bool, bool]:
+    """Return whether the odd layer has moved, and the other one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Wide())
+    before = weights_of(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    shardwise.prepare(model, optimizer, Plan(units="class:Wide", **options))
+    for step in range(2):
+        model(torch.randn(2, 32, 16, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    after = shardwise.full_state_dict(model)["model"]
+    odd, other = (not torch.equal(before[name], after[name]) for name in ("0.odd.weight", "0.other.weight"))
+    return odd, other
+
+
+COMPUTED_BY_US: dict[str, dict[str, Any]] = {
+    "tiles": {"tile": {"*.odd": 16}},
+    "fp8": {"precision": "fp8", "strategy": "ddp", "fp8_min_features": 16},
+    "fp8 by rows": {"precision": "fp8", "fp8_recipe": "rowwise", "fp8_min_features": 16},
+    "fp8, gathered": {"precision": "fp8", "strategy": "fsdp", "fp8_min_features": 16},
+}
+
+
+@pytest.mark.parametrize("name", COMPUTED_BY_US)
+def test_a_layer_in_tiles_or_in_fp8_gets_no_gradient_where_torchs_own_gets_none(name: str) -> None:
+    num_ranks = 2 if "gathered" in name else 1
+    assert set(run_ranks(moved, num_ranks=num_ranks, args=(COMPUTED_BY_US[name],))) == {(False, True)}

@@ -184,6 +184,7 @@ class _Tiled(torch.autograd.Function):
         x: Tensor,
         *params: Tensor,
     ) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.tiled, ctx.function, ctx.others = tiled, function, others
         ctx.random = None if draws_nothing() else _RandomStates(x)
         ctx.autocast = torch.is_autocast_enabled(x.device.type), torch.get_autocast_dtype(x.device.type)
@@ -193,7 +194,9 @@ class _Tiled(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grads[0] is None:
+            return (None,) * len(ctx.needs_input_grad)
         x, *params = ctx.saved_tensors
         tiled, needs_x = ctx.tiled, ctx.needs_input_grad[3]
         enabled, dtype = ctx.autocast

@@ -55,12 +55,15 @@ class _Tensorwise(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        _give_none(ctx)
         cast_x, cast_weight = cast(x, dtype=E4M3), cast(weight, dtype=E4M3)
         ctx.save_for_backward(cast_x.values, cast_x.inverse, weight, cast_weight.inverse)
         return product(cast_x, _t(cast_weight), dtype=x.dtype, fast=True)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * len(ctx.needs_input_grad)
         values, inverse, weight, weight_inverse = ctx.saved_tensors
         cast_weight = Fp8Values(cast_by(weight, reciprocal(weight_inverse), dtype=E4M3), weight_inverse)
         return _gradients(ctx, cast(grad, dtype=E5M2), cast_weight, Fp8Values(values, inverse), dtype=grad.dtype)
@@ -71,13 +74,16 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, values: Tensor, inverse: Tensor) -> Tensor:
+        _give_none(ctx)
         cast_x = cast(x, dtype=E4M3)
         # The weight as well: an update before backward is then torch's error, as with any other layer.
         ctx.save_for_backward(cast_x.values, cast_x.inverse, values, inverse, weight)
         return product(cast_x, _t(Fp8Values(values, inverse)), dtype=x.dtype, fast=True)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * len(ctx.needs_input_grad)
         x, x_inverse, values, inverse, _ = ctx.saved_tensors
         weight = Fp8Values(values, inverse)
         grads = _gradients(ctx, cast(grad, dtype=E5M2), weight, Fp8Values(x, x_inverse), dtype=grad.dtype)
@@ -89,11 +95,14 @@ class _Rowwise(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        _give_none(ctx)
         ctx.save_for_backward(x, weight)
         return product(cast(x, dtype=E4M3, dim=1), _t(cast(weight, dtype=E4M3, dim=1)), dtype=x.dtype, fast=True)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * len(ctx.needs_input_grad)
         x, weight = ctx.saved_tensors
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
@@ -102,6 +111,13 @@ class _Rowwise(torch.autograd.Function):
             grad, x = _whole_blocks(grad), _whole_blocks(x)
             grad_weight = product(_t(cast(grad, dtype=E4M3, dim=0)), cast(x, dtype=E4M3, dim=0), dtype=grad.dtype)
         return grad_x, grad_weight
+
+
+def _give_none(ctx: Any) -> None:
+    """Give backward None where a later function returned None as the gradient, as torch's layers do; not zeros."""
+    if not torch.compiler.is_compiling():
+        # Compiled code is given zeros in any case.
+        ctx.set_materialize_grads(False)
 
 
 def _gradients(
