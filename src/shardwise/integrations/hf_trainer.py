@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback
+from transformers import CONFIG_NAME, Trainer, TrainerCallback
 
 from shardwise.engine.protocol import find_engine
 from shardwise.engines import capture, whole
@@ -218,11 +218,13 @@ class ShardwiseMixin:
         state = self._gathered if state_dict is None else state_dict
         dtypes = [value.dtype for value in (self._gathered or {}).values() if value.is_floating_point()]
         super()._save(output_dir, state_dict=state)  # type: ignore[misc]
+        folder = output_dir or self.args.output_dir
         config: Any = getattr(self.model, "config", None)
-        if dtypes and hasattr(config, "save_pretrained"):
+        # Adapters are saved without the model's config.
+        if dtypes and hasattr(config, "save_pretrained") and os.path.exists(os.path.join(folder, CONFIG_NAME)):
             # The file holds the optimizer's weights; the model's parameters have the dtype that the plan computes in.
             config.dtype = str(dtypes[0]).removeprefix("torch.")
-            config.save_pretrained(output_dir or self.args.output_dir)
+            config.save_pretrained(folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Gather the optimizer's state on all ranks; the Trainer asks only one rank for it. Collective."""

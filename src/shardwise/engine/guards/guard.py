@@ -34,6 +34,7 @@ _ABOUT_THE_PARAMETER = frozenset(
 
 
 _MAKES_PARAMETER = nn.Parameter.__new__.__code__
+_SAVES_STATE = nn.Module._save_to_state_dict.__code__
 
 
 class Resting(nn.Parameter):
@@ -48,17 +49,26 @@ class Resting(nn.Parameter):
         cls, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
     ) -> Any:
         name = _name(function)
+        caller = sys._getframe(1).f_code if name == "detach" else None
+        refusing: dict[str, Any] = {}
         if name not in _ABOUT_THE_PARAMETER:
             for parameter in _resting((*arguments, *(options or {}).values())):
                 if name == "grad" and len(arguments) == 2 and arguments[1] is None:
                     parameter._drop_grad()
-                else:
+                    continue
+                try:
                     parameter._touched(name == "grad")
+                except ShardedParameter:
+                    # A state dict of a part of the model: PEFT reads its names. Whoever reads a value is refused.
+                    if caller is not _SAVES_STATE:
+                        raise
+                    refusing = {"_touched": parameter._touched}
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*arguments, **(options or {}))
-        if name == "detach" and sys._getframe(1).f_code is _MAKES_PARAMETER:
+        if refusing or caller is _MAKES_PARAMETER:
             # nn.Parameter(p) wants the class of `p` (weight_norm of a prepared module makes one).
             result.__class__ = Resting
+            vars(result).update(refusing)
         return result
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

@@ -1,6 +1,7 @@
 """A parameter at rest answers what it can and refuses what it cannot, in one line."""
 
 import copy
+import io
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -53,6 +54,18 @@ def test_a_read_of_its_data_is_refused_in_one_line(read: Callable[[Tensor], Any]
     with pytest.raises(ShardedParameter, match=r"blocks\.0\.weight is sharded and freed: .*full_state_dict") as refused:
         read(resting())
     assert "\n" not in str(refused.value)
+
+
+def test_a_state_dict_of_a_module_has_its_names_and_refuses_reads_of_its_values() -> None:
+    module = nn.Linear(2, 3, bias=False)
+    module.weight = resting()
+    (name, value), *others = module.state_dict().items()
+    assert (name, value.shape, value.requires_grad, others) == ("weight", (3, 2), False, [])
+    for read in READS.values():
+        with pytest.raises(ShardedParameter, match=r"blocks\.0\.weight is sharded and freed: .*full_state_dict"):
+            read(value)
+    with pytest.raises(ShardedParameter, match=r"blocks\.0\.weight"):
+        torch.save(module.state_dict(), io.BytesIO())
 
 
 ANSWERS: dict[str, tuple[Callable[[Tensor], Any], Any]] = {
