@@ -44,7 +44,15 @@ def strategy_of(name: str | None) -> Any:
     return ShardwiseStrategy(plan=Plan(strategy=name, units="leaf"))
 
 
-def fit(module: Any, name: str | None, *, callbacks: tuple[Any, ...] = (), max_epochs: int = 3, **options: Any) -> Any:
+def fit(
+    module: Any,
+    name: str | None,
+    *,
+    callbacks: tuple[Any, ...] = (),
+    max_epochs: int = 3,
+    resume: str | None = None,
+    **options: Any,
+) -> Any:
     """Fit on batches of 4 per rank; without a strategy's name, in this process alone on batches of the same samples."""
     import lightning
 
@@ -64,7 +72,7 @@ def fit(module: Any, name: str | None, *, callbacks: tuple[Any, ...] = (), max_e
         callbacks=list(callbacks),
         **options,
     )
-    trainer.fit(module, DataLoader(samples(), batch_size=8 // num_ranks, sampler=sampler))
+    trainer.fit(module, DataLoader(samples(), batch_size=8 // num_ranks, sampler=sampler), ckpt_path=resume)
     return trainer
 
 

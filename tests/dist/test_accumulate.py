@@ -1,8 +1,8 @@
 """Several backwards in one step: reduced by the last of them, or each by itself."""
 
 import copy
-from collections.abc import Callable
-from itertools import product
+from collections.abc import Callable, Iterator
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -169,9 +169,8 @@ def refused(rank: int, strategy: str) -> None:
     assert "outside shardwise.accumulate" in line(optimizer.step)
     state = {name: value.clone() for name, value in GPT.make()[0].state_dict().items()}
     for action in (
-        model.state_dict,
-        lambda: shardwise.full_state_dict(model, optimizer),
         lambda: model.load_state_dict(state),
+        lambda: shardwise.whole(model, write=True).__enter__(),
         lambda: copy.deepcopy(model),
         lambda: shardwise.clip_grad_norm_(model, 1.0),
     ):
@@ -190,6 +189,52 @@ def refused(rank: int, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", strategies("zero1", "fsdp"))
 def test_what_would_lose_accumulated_gradients_is_refused(strategy: str) -> None:
     run_ranks(refused, num_ranks=2, args=(strategy,))
+
+
+def read_half_way(rank: int, plan: Plan) -> None:
+    """Train with and without reads of the state between passes: they show the last update, and change nothing."""
+    trained = []
+    for reads in (False, True):
+        torch.manual_seed(1234)
+        model, batch = GPT.make()
+        _, optimizer = shardwise.prepare(
+            model, adamw(model.parameters()), plan, collectives=make_collectives(late=True, rank=rank)
+        )
+        seen = [model.state_dict()]
+        for step in range(GPT.num_steps):
+            for number, given in enumerate(micro_batches(batch, step=step, rank=rank)):
+                with shardwise.accumulate(model, enabled=number + 1 < PASSES):
+                    cross_entropy(model, given).backward()
+                    if reads and number == 0:
+                        seen.append(shardwise.full_state_dict(model, optimizer)["model"])
+                if reads and number == 1:
+                    seen.append(model.state_dict())
+                    with shardwise.whole(model):
+                        shown = model.state_dict()
+                        assert all(torch.equal(shown[name], value) for name, value in seen[-1].items())
+            if reads:
+                for found, last in pairwise(seen):
+                    assert all(torch.equal(value, last[name]) for name, value in found.items())
+            optimizer.step()
+            optimizer.zero_grad()
+            seen = [model.state_dict()]
+        trained.append(shardwise.full_state_dict(model, optimizer))
+    for first, second in zip(*map(values_of, trained), strict=True):
+        assert torch.equal(first, second)
+
+
+def values_of(state: dict[str, Any]) -> Iterator[Tensor]:
+    yield from state["model"].values()
+    for one in state["optimizer"]["state"].values():
+        yield from (value for value in one.values() if isinstance(value, Tensor))
+
+
+@each_strategy_and_way
+def test_a_state_that_is_read_between_two_passes_is_the_last_updates_and_changes_nothing(
+    strategy: str, reduced: bool
+) -> None:
+    plan = Plan(strategy=strategy, accumulate_reduced=reduced, precision="bf16" if reduced else "fp32")
+    run_ranks(read_half_way, num_ranks=2, args=(plan,))
 
 
 def cleared(rank: int, strategy: str, how: str) -> None:

@@ -1,9 +1,11 @@
 """What Lightning's users do besides plain fitting, under our strategies, against one process of Lightning."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning_runs import difference, fit, make_mlp, needs_lightning
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -105,9 +107,8 @@ def test_two_networks_that_are_optimized_by_hand_train_as_in_one_process(strateg
     assert max(run_ranks(differs, num_ranks=2, args=("by_hand", strategy, how), timeout_seconds=150.0)) < 1e-6
 
 
-def averaged(name: str | None) -> dict[str, Tensor]:
+def make_plain() -> Any:
     import lightning
-    from lightning.pytorch.callbacks import WeightAveraging
 
     class Plain(lightning.LightningModule):
         def __init__(self) -> None:
@@ -121,7 +122,47 @@ def averaged(name: str | None) -> dict[str, Tensor]:
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
-    module = Plain()
+    return Plain()
+
+
+def resumed(name: str | None, folder: str) -> dict[str, Tensor]:
+    """Save between the two passes of an update, and resume from there: the first of them is lost, as in Lightning."""
+    import lightning
+
+    path = f"{folder}/{name or f'alone-{dist.get_rank()}'}.ckpt"
+
+    class Saves(lightning.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+            if trainer.current_epoch == 1 and index == 0:
+                trainer.save_checkpoint(path)
+
+    fit(make_plain(), name, callbacks=(Saves(),), accumulate_grad_batches=2)
+    saved = torch.load(path, weights_only=False)
+    module = make_plain()
+    fit(module, name, resume=path, accumulate_grad_batches=2)
+    moments = saved["optimizer_states"][0]["state"]
+    return {
+        **module.state_dict(),
+        **{f"saved {key}": value for key, value in saved["state_dict"].items()},
+        **{f"saved {number} {key}": value for number, kept in moments.items() for key, value in kept.items()},
+        "step": torch.tensor(float(saved["global_step"])),
+    }
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_checkpoint_in_mid_accumulation_is_lightnings_and_resumes_as_in_one_process(
+    strategy: str, tmp_path: Path
+) -> None:
+    needs_lightning()
+    found = run_ranks(differs, num_ranks=2, args=("resumed", strategy, str(tmp_path)), timeout_seconds=150.0)
+    assert max(found) < 1e-6
+
+
+def averaged(name: str | None) -> dict[str, Tensor]:
+    from lightning.pytorch.callbacks import WeightAveraging
+
+    module = make_plain()
     assert "Plan.auto(task, cluster=" in line(lambda: fit(module, "auto"))
     if name == "fsdp":
         said = line(lambda: fit(module, name, callbacks=(WeightAveraging(),)))

@@ -112,8 +112,11 @@ class Engine:
             )
 
     def check_state(self, *, what: str) -> None:
-        """Refuse `what` where the parameters are not the model's trained state."""
-        self.check_between_steps(what=what)
+        """Refuse `what` where the parameters are not the model's trained state.
+
+        In the middle of an accumulation they are: only an update changes them.
+        """
+        self.core.passes.check_memory(what)
         if self.plan.updates_in_backward:
             # Ranks that disagree have updated already. On a GPU the flag that tells may still be on its way.
             self.guards.same_order.check(wait=True)

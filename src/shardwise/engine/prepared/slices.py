@@ -18,6 +18,7 @@ def held(model: nn.Module) -> OwnedModel:
     """Return this rank's slices, including those of frozen parameters, and the buffers. Waits for all gathers."""
     engine = engine_of(model)
     assert isinstance(model, PreparedModule)
+    engine.check_between_steps(what="a checkpoint")
     engine.check_state(what="a checkpoint")
     engine.core.wait_gathers()
     first = {id(p): name for flat in engine.flats for p, name in zip(flat.params, flat.names, strict=True)}

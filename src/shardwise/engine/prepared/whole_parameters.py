@@ -31,6 +31,8 @@ def whole(model: nn.Module, *, write: bool = False) -> Iterator[None]:
     engine = engine_of(model)
     passes = engine.core.passes
     passes.check_values(_NAME)
+    if write:
+        engine.check_between_steps(what=_NAME)
     engine.check_state(what=_NAME)
     if write or not engine.holds_all:
         meet(_NAME, limit_seconds=engine.limit_seconds)
