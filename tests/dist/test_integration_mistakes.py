@@ -79,6 +79,41 @@ def test_a_trainer_refuses_other_engines_and_settings_that_contradict_the_plan(t
     run_ranks(trainers, num_ranks=1, args=(str(tmp_path),), timeout_seconds=150.0)
 
 
+def loaded_sharded(rank: int, folder: str) -> list[str]:
+    from accelerate.state import AcceleratorState, GradientState
+    from transformers import LlamaForCausalLM, TrainingArguments
+    from transformers.distributed import DistributedConfig
+
+    from shardwise.integrations import ShardwiseAccelerator, ShardwiseTrainer
+
+    args = TrainingArguments(output_dir=folder, use_cpu=True, report_to=[])
+    lines = []
+    try:
+        for given in ({"fsdp_size": 2}, {"tp_size": 2, "tp_plan": "auto"}):
+            model = LlamaForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(**given))
+            for take in (
+                lambda model=model: shardwise.prepare(model, None, Plan()),
+                lambda model=model: ShardwiseTrainer(model=model, args=args, plan="fsdp"),
+                lambda model=model: ShardwiseAccelerator(cpu=True, plan="fsdp").prepare(model),
+            ):
+                lines.append(line(take))
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+    return lines
+
+
+@pytest.mark.timeout(180)
+def test_a_model_that_transformers_has_distributed_is_refused_by_what_its_user_wrote(tmp_path: Path) -> None:
+    needs("transformers")
+    needs("accelerate")
+    make_llama().save_pretrained(tmp_path)
+    for lines in run_ranks(loaded_sharded, num_ranks=2, args=(str(tmp_path),), timeout_seconds=150.0):
+        assert ["(fsdp_size = 2)" in one for one in lines] == [True] * 3 + [False] * 3
+        assert ["(tp_size = 2)" in one for one in lines] == [False] * 3 + [True] * 3
+        assert all("call from_pretrained without distributed_config and tp_plan" in one for one in lines)
+
+
 def whole_steps(rank: int, folder: str) -> None:
     from transformers import TrainerCallback, TrainingArguments
 

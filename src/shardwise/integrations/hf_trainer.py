@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import CONFIG_NAME, Trainer, TrainerCallback
 
+from shardwise.engine.guards.loaded_sharded import refuse_loaded_sharded
 from shardwise.engine.protocol import find_engine
 from shardwise.engines import capture, whole
 from shardwise.errors import InvalidModel, InvalidPlan
@@ -74,6 +75,9 @@ class ShardwiseMixin:
                 "this model has been through shardwise.prepare already: hand the Trainer the model as it was made, "
                 "with plan="
             )
+        if self.model is not None:
+            # The Trainer would ask for save_only_model first.
+            refuse_loaded_sharded(self.model)
         plan = checked_plan(self.args, plan=self._asked_plan)
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         ShardwiseAccelerator.adopt(self.accelerator, plan=plan, choose=_CHOOSE)

@@ -13,12 +13,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardwise.comm.dtensor import dtensor_types
 from shardwise.engine.guards.description import check_precision
+from shardwise.engine.guards.loaded_sharded import refuse_loaded_sharded
 from shardwise.errors import InvalidModel
 from shardwise.plan import Plan
 
 
 def check_model(model: nn.Module, *, plan: Plan) -> None:
     """Refuse a model that is distributed already, is part of a prepared model, or would lose precision."""
+    refuse_loaded_sharded(model)
     for path, module in model.named_modules():
         if _is_prepared(module):
             raise InvalidModel(
