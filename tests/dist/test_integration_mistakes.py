@@ -237,6 +237,78 @@ def test_an_accelerator_refuses_other_engines_and_prepared_models_and_clips_what
     run_ranks(accelerators, num_ranks=1, timeout_seconds=100.0)
 
 
+def optimizers_of_accelerate(rank: int) -> None:
+    from accelerate.state import AcceleratorState, GradientState
+
+    from shardwise.integrations import ShardwiseAccelerator
+
+    def make() -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def accelerated(plan: Any = "fsdp") -> Any:
+        return ShardwiseAccelerator(cpu=True, plan=plan, gradient_accumulation_steps=2)
+
+    def train(accelerator: Any, model: Any, optimizer: Any) -> Any:
+        for step in range(4):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.full((2, 4), 1.0 + step)).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+        return model.state_dict()
+
+    try:
+        accelerator = accelerated()
+        expected = train(accelerator, *accelerator.prepare(*make()))
+        # Prepared by itself, after its model or before it: it is the same training.
+        for first in ("model", "optimizer"):
+            accelerator, (model, optimizer) = accelerated(), make()
+            made = {"model": model, "optimizer": optimizer}
+            for name in sorted(made, key=lambda name: name != first):
+                made[name] = accelerator.prepare(made[name])
+            found = train(accelerator, made["model"], made["optimizer"])
+            assert all(torch.equal(value, expected[name]) for name, value in found.items())
+        # An optimizer of another model: the line of shardwise.prepare, at once, or at its first step.
+        (model, _), (_, other) = make(), make()
+        refused = line(lambda: shardwise.prepare(model, other, Plan(strategy="fsdp")))
+        assert "holds a parameter of shape (4, 4) that is not the model's" in refused
+        assert line(lambda: accelerated().prepare(model, other)) == refused
+        accelerator, (model, _) = accelerated(), make()
+        model, other = accelerator.prepare(model), accelerator.prepare(other)
+        assert line(lambda: train(accelerator, model, other)) == refused
+        # A model that is not prepared.
+        accelerator, (model, optimizer) = accelerated(), make()
+        optimizer = accelerator.prepare(optimizer)
+        assert "SGD steps a model that has not been prepared" in line(lambda: train(accelerator, model, optimizer))
+        # An optimizer that is not prepared does not know of the accumulation.
+        for plan in ("fsdp", Plan(strategy="zero2", accumulate_reduced=True)):
+            accelerator, (model, optimizer) = accelerated(plan), make()
+            model = accelerator.prepare(model)
+            assert line(lambda made=(accelerator, model, optimizer): train(*made)) == (
+                "SGD steps in the middle of an accumulation: it has not been prepared, and so does not wait for the last "
+                "pass; optimizer = accelerator.prepare(optimizer)"
+            )
+            # The block is over, and an optimizer that is stepped after the last pass need not know.
+            optimizer.zero_grad()
+            for _ in range(4):
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(torch.ones(2, 4)).square().mean())
+                if accelerator.sync_gradients:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+
+@pytest.mark.ledger("accelerate-optimizer", outcome="refused")
+@pytest.mark.timeout(120)
+def test_an_optimizer_that_accelerate_was_not_given_with_its_model_is_named() -> None:
+    needs("accelerate")
+    run_ranks(optimizers_of_accelerate, num_ranks=2, timeout_seconds=100.0)
+
+
 def strategies(rank: int) -> None:
     from lightning.pytorch.plugins import HalfPrecision, MixedPrecision
 

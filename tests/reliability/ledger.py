@@ -34,6 +34,7 @@ LISTS: dict[str, dict[str, str]] = {
         "write-ema": "copies an average (EMA) of slices back",
         "shared-encoder": "prepares two models that share an encoder",
         "accelerate-loop": "gives a prepared model to `Accelerator.prepare`",
+        "accelerate-optimizer": "gives `ShardwiseAccelerator.prepare` a model and the optimizer of another one",
         "nf4-state": "prepares a bitsandbytes NF4 model on ranks with different seeds",
         "same-data": "reads the same seeded loader on every rank, without a sampler",
         "grad-scaler-of-torch": "uses torch's `GradScaler`, and one rank alone finds an overflow",

@@ -82,7 +82,8 @@ class OurEngine(TrainingEngine):
         return uneven.join(model, batches)
 
     def concerns(self, model: nn.Module, optimizer: Optimizer) -> bool:
-        return engine_of(model).owned.concerns(optimizer)
+        owned = engine_of(model).owned
+        return owned.adopted(optimizer) or owned.concerns(optimizer)
 
     def adopt(self, model: nn.Module, optimizer: Optimizer) -> None:
         engine_of(model).owned.adopt_on_all_ranks(optimizer)

@@ -8,13 +8,14 @@ own: prepared models and optimizers have the methods that they call (engine/prep
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from shardwise.engines import clip_grad_norm_
 from shardwise.errors import InvalidModel, InvalidPlan
@@ -26,6 +27,10 @@ from shardwise.vocabulary.tested_versions import warn_if_untested
 
 # Distributed types of Accelerate that are other engines.
 _OTHER_ENGINES = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")
+
+_PREPARE_OPTIMIZER = (
+    "it has not been prepared, and so does not wait for the last pass; optimizer = accelerator.prepare(optimizer)"
+)
 
 
 class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
@@ -72,9 +77,12 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
 
     def prepare(self, *objects: Any, device_placement: Any = None) -> Any:
         """Make every model among the objects run the plan, then call Accelerate's own `prepare`. Collective."""
-        for entry in objects:
-            if isinstance(entry, nn.Module):
-                self._prepared.prepare(entry)
+        models = [entry for entry in objects if isinstance(entry, nn.Module)]
+        for model in models:
+            self._prepared.prepare(model)
+        for entry in objects if models else ():
+            if isinstance(entry, Optimizer):
+                self._prepared.check(_inner(entry))
         return super().prepare(*objects, device_placement=device_placement)
 
     def prepare_model(
@@ -85,11 +93,16 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         return prepared
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        inner = optimizer
-        while isinstance(inner, AcceleratedOptimizer):
-            inner = inner.optimizer
-        self._prepared.adopt(inner)
+        self._prepared.adopt(_inner(optimizer))
         return super().prepare_optimizer(optimizer, device_placement)
+
+    @contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        with super().accumulate(*models), ExitStack() as stack:
+            if not self.sync_gradients:
+                # A prepared optimizer waits for the last pass.
+                stack.enter_context(self._prepared.refusing_steps(way_out=_PREPARE_OPTIMIZER))
+            yield
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         for model in self._prepared:
@@ -115,3 +128,10 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
         """Do nothing: the plan sets the precision of a model."""
         yield
+
+
+def _inner(optimizer: Any) -> Any:
+    """Return the optimizer inside Accelerate's wrappers."""
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer

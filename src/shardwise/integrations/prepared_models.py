@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.engine.protocol import find_engine, require_engine
 from shardwise.engines import prepare
@@ -51,11 +53,42 @@ class PreparedModels:
         return [parameter for name, parameter in model.named_parameters() if name in names]
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Make an optimizer of these models' parameters step what this rank owns. Collective."""
-        for model in self:
-            engine = require_engine(model)
-            if engine.concerns(model, optimizer):
-                engine.adopt(model, optimizer)
+        """Make an optimizer of these models' parameters step what this rank owns. Collective.
+
+        One of other parameters is refused by its first step: its model may be prepared after it.
+        """
+        models = self._stepped_models(optimizer)
+        for model in models:
+            require_engine(model).adopt(model, optimizer)
+        if not models:
+            optimizer.register_step_pre_hook(lambda one, *_: self.check(one))
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer that steps none of these models. Collective then."""
+        if self._stepped_models(optimizer):
+            return
+        model = next(iter(self), None)
+        if model is None:
+            raise InvalidModel(
+                f"{type(optimizer).__name__} steps a model that has not been prepared, so that ranks would train it "
+                "apart: prepare the model, too"
+            )
+        # Raises what shardwise.prepare raises.
+        require_engine(model).adopt(model, optimizer)
+
+    @contextmanager
+    def refusing_steps(self, *, way_out: str) -> Iterator[None]:
+        """Refuse a step of these models in this block, which is the middle of an accumulation."""
+
+        def refuse(optimizer: Optimizer, *_: Any) -> None:
+            if self._stepped_models(optimizer):
+                raise InvalidModel(f"{type(optimizer).__name__} steps in the middle of an accumulation: {way_out}")
+
+        with register_optimizer_step_pre_hook(refuse):
+            yield
+
+    def _stepped_models(self, optimizer: Optimizer) -> list[nn.Module]:
+        return [model for model in self if require_engine(model).concerns(model, optimizer)]
 
     @contextmanager
     def showing_parameters(self, optimizer: Optimizer) -> Iterator[None]:
