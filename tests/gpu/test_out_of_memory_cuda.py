@@ -35,7 +35,7 @@ class Wide(nn.Module):
 @pytest.fixture(autouse=True)
 def _job(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # The model of another test may still be alive, and would be counted.
-    monkeypatch.setattr(out_of_memory, "_MODELS", weakref.WeakSet())
+    monkeypatch.setattr(out_of_memory._MODELS, "_users", weakref.WeakSet())
     with joined(torch.device("cuda")):
         yield
     gc.collect()

@@ -4,12 +4,12 @@ A CUDA graph with a collective in it holds the NCCL communicator, and while one 
 returns. So a holder of graphs registers here, and `torch.distributed.destroy_process_group` releases it first.
 """
 
-import weakref
 from collections.abc import Callable
-from functools import wraps
 from typing import Any, Protocol
 
 import torch.distributed as dist
+
+from shardwise.vocabulary.while_alive import WhileAlive, replaced
 
 
 class Holder(Protocol):
@@ -18,24 +18,18 @@ class Holder(Protocol):
     def release(self) -> None: ...
 
 
-_HOLDERS: "weakref.WeakSet[Any]" = weakref.WeakSet()
-
-
 def release_before_leaving(holder: Holder) -> None:
     """Call `holder.release()` before groups are destroyed. This does not keep the holder alive."""
-    if not hasattr(dist.destroy_process_group, "_shardwise_releases"):
-        # Patched only once there is something to release.
-        patched = _releasing(dist.destroy_process_group)
-        dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = patched
     _HOLDERS.add(holder)
 
 
-def _releasing(destroy: Callable[..., None]) -> Callable[..., None]:
-    @wraps(destroy)
-    def destroy_process_group(*arguments: Any, **options: Any) -> None:
-        for holder in list(_HOLDERS):
-            holder.release()
-        destroy(*arguments, **options)
+def _release_first(destroy: Callable[..., None], *arguments: Any, **options: Any) -> None:
+    for holder in _HOLDERS:
+        holder.release()
+    destroy(*arguments, **options)
 
-    destroy_process_group._shardwise_releases = True  # type: ignore[attr-defined]
-    return destroy_process_group
+
+_HOLDERS: WhileAlive[Holder] = WhileAlive(
+    replaced(dist, "destroy_process_group", _release_first),
+    replaced(dist.distributed_c10d, "destroy_process_group", _release_first),
+)

@@ -21,6 +21,7 @@ from shardwise.comm.agreement import RanksDisagree, RanksMissing
 from shardwise.comm.groups import MeshGroups
 from shardwise.comm.job_environment import autopsy_folder
 from shardwise.comm.rank_progress import PROGRESS
+from shardwise.vocabulary.while_alive import WhileAlive, replaced
 
 User = TypeVar("User")
 
@@ -46,22 +47,22 @@ class RecordWriter:
         self.folder: Path | None = None
         self._users: weakref.WeakKeyDictionary[Any, tuple[MeshGroups, Callable[[Any], LastIssued]]]
         self._users = weakref.WeakKeyDictionary()
-        self._hooked = False
+        self._reporting: WhileAlive[Any] = WhileAlive(replaced(sys, "excepthook", self._write_first))
 
     def describe(self, user: User, *, groups: MeshGroups, last: Callable[[User], LastIssued]) -> None:
         """Include what was issued for `user` in records, as long as it exists."""
         self._users[user] = (groups, last)
         self.folder = self.folder or autopsy_folder()
         PROGRESS.leave_record = self.write
-        if self.folder is not None and not self._hooked:
-            self._hooked = True
-            before = sys.excepthook
+        if self.folder is not None:
+            self._reporting.add(user)
 
-            def write_first(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-                self.write(error)
-                before(kind, error, trace)
-
-            sys.excepthook = write_first
+    def _write_first(
+        self, before: Callable[..., None], kind: type[BaseException], error: BaseException, trace: Any
+    ) -> None:
+        """Write a record when an error that nothing catches ends this process."""
+        self.write(error)
+        before(kind, error, trace)
 
     def write(self, error: BaseException | None, *, heard: Mapping[int, str] | None = None) -> None:
         """Write what this rank has issued, why it ends (None: it waits for others), and where others stood."""

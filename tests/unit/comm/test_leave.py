@@ -22,10 +22,13 @@ def test_a_holder_lets_go_while_the_group_is_still_there() -> None:
     assert not dist.is_initialized()
 
 
-def test_a_holder_is_not_kept_alive_and_the_function_is_replaced_once() -> None:
-    release_before_leaving(Graphs())
+def test_a_holder_is_not_kept_alive_and_the_function_is_torchs_own_without_one() -> None:
+    own = dist.destroy_process_group
+    graphs = Graphs()
+    release_before_leaving(graphs)
     replaced = dist.destroy_process_group
+    assert replaced is not own
     release_before_leaving(Graphs())
-    assert dist.destroy_process_group is replaced is dist.distributed_c10d.destroy_process_group
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    dist.destroy_process_group()
+    assert dist.destroy_process_group is replaced
+    del graphs
+    assert dist.destroy_process_group is own is dist.distributed_c10d.destroy_process_group

@@ -12,6 +12,7 @@ from shardwise.engine.core.flat_buffers import unguarded
 from shardwise.engine.core.step_errors import backward_without_forward
 from shardwise.engine.guards.first_inputs import FirstInputs
 from shardwise.engine.guards.managed import ManagedParameters
+from shardwise.engine.guards.refuse import refuse_wrappers
 from shardwise.engine.guards.replicas import Replicas
 from shardwise.engine.guards.same_options import OptimizerOptions
 from shardwise.engine.guards.same_order import SameOrder
@@ -28,6 +29,7 @@ class Guards:
 
     def __init__(self, core: Core, *, inputs: FirstInputs, options: OptimizerOptions, compare_every: int) -> None:
         self._core, self._compare_every = core, compare_every
+        refuse_wrappers(core.model)
         self.inputs, self.options = inputs, options
         self.same_order = SameOrder(groups=core.setting.groups, passes=core.passes, options=options)
         self.cover()

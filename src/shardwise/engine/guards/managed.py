@@ -21,6 +21,7 @@ from shardwise.engine.core.flat_buffers import unguarded
 from shardwise.engine.guards.written import Writes
 from shardwise.errors import InvalidModel
 from shardwise.plan.placement import SHARDED
+from shardwise.vocabulary.while_alive import WhileAlive, hooked
 
 # Parameters whose address is checked in one forward, all of them in turn; before an update or a state, all are.
 _PLACES_PER_FORWARD = 64
@@ -132,12 +133,11 @@ def _check_fits(flat: FlatParams, index: int) -> None:
         )
 
 
-_MANAGED: weakref.WeakSet[ManagedParameters] = weakref.WeakSet()
-
-
 def _note(module: nn.Module, name: str, registered: nn.Module | nn.Parameter | None) -> None:
     for managed in _MANAGED:
         managed.note(registered)
 
 
-_HOOKS = (register_module_parameter_registration_hook(_note), register_module_module_registration_hook(_note))
+_MANAGED: WhileAlive[ManagedParameters] = WhileAlive(
+    hooked(register_module_parameter_registration_hook, _note), hooked(register_module_module_registration_hook, _note)
+)

@@ -16,6 +16,7 @@ from shardwise.engine.guards.description import check_precision
 from shardwise.engine.guards.loaded_sharded import refuse_loaded_sharded
 from shardwise.errors import InvalidModel
 from shardwise.plan import Plan
+from shardwise.vocabulary.while_alive import WhileAlive, hooked
 
 
 def check_model(model: nn.Module, *, plan: Plan) -> None:
@@ -111,4 +112,9 @@ def _refuse_wrapper(parent: nn.Module, name: str, child: Any) -> None:
         )
 
 
-_HOOK = register_module_module_registration_hook(_refuse_wrapper)
+_PREPARED: WhileAlive[nn.Module] = WhileAlive(hooked(register_module_module_registration_hook, _refuse_wrapper))
+
+
+def refuse_wrappers(model: nn.Module) -> None:
+    """Refuse torch's data-parallel wrappers around a prepared model, for as long as it exists."""
+    _PREPARED.add(model)

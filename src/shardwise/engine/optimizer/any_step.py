@@ -1,7 +1,9 @@
-"""Hooks on all optimizers, scalers and clippings of this process, to find those of a prepared model's slices."""
+"""Finds the optimizers, scalers and clippings of a prepared model's slices among all those of this process.
 
-import weakref
-from functools import wraps
+While a prepared model is alive, every optimizer's step, torch's GradScaler and torch's clipping of norms are observed.
+"""
+
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +16,7 @@ from shardwise.engine.core.step_errors import updated_in_backward
 from shardwise.engine.optimizer.owned import OwnedParameters
 from shardwise.engine.optimizer.scaler import GradScaler, foreign_scaler
 from shardwise.errors import InvalidModel
-
-_PREPARED: weakref.WeakSet[OwnedParameters] = weakref.WeakSet()
+from shardwise.vocabulary.while_alive import WhileAlive, hooked, replaced
 
 
 def watch_optimizers(parameters: OwnedParameters) -> None:
@@ -24,53 +25,50 @@ def watch_optimizers(parameters: OwnedParameters) -> None:
 
 
 @_disable_dynamo
-def _recognise(optimizer: Optimizer) -> None:
+def _recognise(optimizer: Optimizer, *_: Any) -> None:
     """Adopt an optimizer of a prepared model at its first call. Collective then."""
-    for owner in list(_PREPARED):
+    for owner in _PREPARED:
         if not owner.adopted(optimizer) and owner.concerns(optimizer):
             # The hooks that it registers are already called for the current step.
             owner.adopt_on_all_ranks(optimizer)
 
 
-_HOOK = register_optimizer_step_pre_hook(lambda optimizer, *_: _recognise(optimizer))
+def _unscale_grads(
+    unscale: Callable[..., Any], scaler: torch.amp.GradScaler, optimizer: Optimizer, *arguments: Any, **options: Any
+) -> Any:
+    """Recognise the optimizer where torch's scaler reads gradients.
 
-
-# torch's scaler reads gradients here on every rank, also on one that then skips its step because of an overflow.
-_TORCHS_UNSCALE = torch.amp.GradScaler._unscale_grads_
-
-
-@wraps(_TORCHS_UNSCALE)
-def _unscale_grads(scaler: torch.amp.GradScaler, optimizer: Optimizer, *arguments: Any, **options: Any) -> Any:
-    if not isinstance(scaler, GradScaler) and any(owner.in_slices(optimizer) for owner in list(_PREPARED)):
+    Every rank does so, also one that then skips its step because of an overflow.
+    """
+    if not isinstance(scaler, GradScaler) and any(owner.in_slices(optimizer) for owner in _PREPARED):
         raise foreign_scaler()
-    if any(owner.core.plan.updates_in_backward and owner.adopted(optimizer) for owner in list(_PREPARED)):
+    if any(owner.core.plan.updates_in_backward and owner.adopted(optimizer) for owner in _PREPARED):
         raise updated_in_backward("a GradScaler")
     _recognise(optimizer)
-    return _TORCHS_UNSCALE(scaler, _with_slices(optimizer), *arguments, **options)
+    return unscale(scaler, _with_slices(optimizer), *arguments, **options)
 
 
 def _with_slices(optimizer: Optimizer) -> Any:
     """Return the optimizer for a scaler; if it has owned matrices, with their slices, which hold the gradients."""
-    slices = [part for owner in list(_PREPARED) for part in owner.matrices.slices(optimizer)]
+    slices = [part for owner in _PREPARED for part in owner.matrices.slices(optimizer)]
     if not slices:
         return optimizer
     return SimpleNamespace(param_groups=[*optimizer.param_groups, {"params": slices}])
 
 
-# torch's clip_grad_norm_ calls this once it has a norm: on slices that would be the norm of one rank's part.
-_TORCHS_CLIPPING = torch.nn.utils.clip_grad._clip_grads_with_norm_
-
-
-@wraps(_TORCHS_CLIPPING)
-def _clip_grads(parameters: Any, *arguments: Any, **options: Any) -> Any:
+def _clip_grads(clip: Callable[..., Any], parameters: Any, *arguments: Any, **options: Any) -> Any:
+    """Refuse slices where torch's clip_grad_norm_ has their norm, which is that of one rank's part."""
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    if any(not owner.parts().isdisjoint(map(id, given)) for owner in list(_PREPARED)):
+    if any(not owner.parts().isdisjoint(map(id, given)) for owner in _PREPARED):
         raise InvalidModel(
             "torch's clip_grad_norm_ of slices in optimizer.param_groups: each rank would clip by the norm of its own "
             "part; call shardwise.clip_grad_norm_(model, max_norm), with parameters=… for some of the model's"
         )
-    return _TORCHS_CLIPPING(given, *arguments, **options)
+    return clip(given, *arguments, **options)
 
 
-torch.nn.utils.clip_grad._clip_grads_with_norm_ = _clip_grads
-torch.amp.GradScaler._unscale_grads_ = _unscale_grads  # type: ignore[assignment, method-assign]
+_PREPARED: WhileAlive[OwnedParameters] = WhileAlive(
+    hooked(register_optimizer_step_pre_hook, _recognise),
+    replaced(torch.nn.utils.clip_grad, "_clip_grads_with_norm_", _clip_grads),
+    replaced(torch.amp.GradScaler, "_unscale_grads_", _unscale_grads),
+)

@@ -1,12 +1,11 @@
 """Explains an out-of-memory error: which categories of memory were held, and where the step was.
 
 A kernel of backward or of an optimizer may raise where none of our code catches it, and its memory is freed by the time
-a caller does. But every torch.OutOfMemoryError is created by a call of its class. So its `__init__` adds the
-explanation, at that moment. It costs nothing while no step fails, and allocates no device memory.
+a caller does. But every torch.OutOfMemoryError is created by a call of its class. So while a prepared model is alive,
+its `__init__` adds the explanation. It costs nothing while no step fails, and allocates no device memory.
 """
 
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +21,7 @@ from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES
 from shardwise.vocabulary.categories import ACTIVATIONS, CATEGORIES, HOST, OTHER
 from shardwise.vocabulary.quantities import bytes_text
+from shardwise.vocabulary.while_alive import WhileAlive, replaced
 
 # The planner's rules for torch's and train's optimizers: (fused, one tensor at a time, foreach).
 _RULES = {
@@ -29,22 +29,17 @@ _RULES = {
     "AdamW": ("adamw-fused", "adamw-loop", "adamw-foreach"),
     "MuonWithAdamW": ("muon-fused", "muon-loop", "muon-foreach"),
 }
-_MODELS: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 def explain_out_of_memory(model: nn.Module) -> None:
     """Explain the memory of this prepared model in out-of-memory errors, for as long as it exists."""
     _MODELS.add(model)
-    if not hasattr(torch.OutOfMemoryError, "_shardwise_explains"):
-        # Patched only in processes that prepare a model.
-        torch.OutOfMemoryError.__init__ = _made  # type: ignore[method-assign, assignment]
-        torch.OutOfMemoryError._shardwise_explains = True  # type: ignore[attr-defined]
 
 
-def _made(error: torch.OutOfMemoryError, *arguments: Any) -> None:
-    """Replace the class's `__init__`: the same, and a note."""
-    RuntimeError.__init__(error, *arguments)
-    engines = [engine_of(model) for model in list(_MODELS) if is_prepared(model)]
+def _made(init: Callable[..., None], error: torch.OutOfMemoryError, *arguments: Any) -> None:
+    """Add a note to an error that is made."""
+    init(error, *arguments)
+    engines = [engine_of(model) for model in _MODELS if is_prepared(model)]
     if not engines:
         return
     try:
@@ -53,6 +48,9 @@ def _made(error: torch.OutOfMemoryError, *arguments: Any) -> None:
         # The user's error is the out-of-memory error, even if its explanation fails.
         note = f"shardwise could not tell what the memory was held for: {type(failed).__name__}: {failed}"
     error.add_note(note)
+
+
+_MODELS: WhileAlive[nn.Module] = WhileAlive(replaced(torch.OutOfMemoryError, "__init__", _made))
 
 
 def _describe(engines: Sequence[Engine]) -> Iterator[str]:
