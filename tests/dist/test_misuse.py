@@ -669,6 +669,35 @@ def test_torchs_grad_scaler_is_refused_where_it_would_see_a_slice_only() -> None
     run_ranks(scaled, num_ranks=2)
 
 
+class OwnUnscale(torch.amp.GradScaler):
+    """Reads gradients in its own way, as a library's scaler may."""
+
+    def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool) -> Any:
+        return {found_inf.device: found_inf}
+
+
+class Wrapped:
+    """Around an optimizer, with other parameters: only the step inside shows whose it is."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.step = optimizer.step
+        self.param_groups: list[Any] = []
+
+
+def scaled_otherwise(rank: int) -> None:
+    _, optimizer, _ = trained("zero1", rank)
+    for scaler in (torch.amp.GradScaler("cpu", enabled=False), OwnUnscale("cpu")):
+        scaler.scale(torch.ones(()))
+        for stepped in (optimizer, Wrapped(optimizer)):
+            assert "GradScaler cannot see an overflow" in line(partial(scaler.step, stepped))
+    # Refused steps leave nothing behind.
+    optimizer.step()
+
+
+def test_a_step_that_any_scaler_of_torch_calls_is_refused_on_slices() -> None:
+    run_ranks(scaled_otherwise, num_ranks=2)
+
+
 def overflows_on_one_rank(rank: int, strategy: str, handed_over: bool) -> None:
     model, batch = MODELS["gpt"]()
     optimizer = sgd(model.parameters())

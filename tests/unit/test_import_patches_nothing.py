@@ -14,6 +14,7 @@ _WHILE_PREPARED = {
     "sys.excepthook",
     "torch.OutOfMemoryError.__init__",
     "torch.amp.grad_scaler.GradScaler._unscale_grads_",
+    "torch.amp.grad_scaler.GradScaler.step",
     "torch.nn.modules.module._global_module_registration_hooks[…]",
     "torch.nn.modules.module._global_parameter_registration_hooks[…]",
     "torch.nn.utils.clip_grad._clip_grads_with_norm_",

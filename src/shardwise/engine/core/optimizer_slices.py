@@ -13,7 +13,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from shardwise.comm.rank_progress import PROGRESS, UPDATE
-from shardwise.engine.core.closure import StepClosure, is_inside_step
+from shardwise.engine.core.closure import StepClosure
 from shardwise.engine.core.core import Core
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.step_errors import frozen_has_gradient
@@ -56,11 +56,11 @@ class OptimizerSlices:
         # torch.compile(optimizer.step) compiles the update, not what is around it.
         @_disable_dynamo
         def begin(one: Optimizer, *given: Any) -> Any:
-            return None if is_inside_step(one) else closure.begin(*given)
+            return closure.begin(*given)
 
         @_disable_dynamo
         def end(one: Optimizer, *_: Any) -> None:
-            if not is_inside_step(one):
+            if closure.end(one):
                 self._end_step(one, closure)
 
         optimizer.register_step_pre_hook(begin)
@@ -108,7 +108,7 @@ class OptimizerSlices:
                     raise frozen_has_gradient(name)
 
     def _end_step(self, optimizer: Optimizer, closure: StepClosure) -> None:
-        closure.end()
+        closure.check()
         others: set[str] = set()
         if len(self.group_names) > 1:
             others = {name for groups in self.group_names.values() for names in groups for name in names}

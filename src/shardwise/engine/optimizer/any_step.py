@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.engine.core.step_errors import updated_in_backward
 from shardwise.engine.optimizer.owned import OwnedParameters
-from shardwise.engine.optimizer.scaler import GradScaler, foreign_scaler
+from shardwise.engine.optimizer.scaler import GradScaler, foreign_scaler, noted_step
 from shardwise.errors import InvalidModel
 from shardwise.vocabulary.while_alive import WhileAlive, hooked, replaced
 
@@ -71,4 +71,5 @@ _PREPARED: WhileAlive[OwnedParameters] = WhileAlive(
     hooked(register_optimizer_step_pre_hook, _recognise),
     replaced(torch.nn.utils.clip_grad, "_clip_grads_with_norm_", _clip_grads),
     replaced(torch.amp.GradScaler, "_unscale_grads_", _unscale_grads),
+    replaced(torch.amp.GradScaler, "step", noted_step),
 )

@@ -1,6 +1,6 @@
 """Loss scaling for fp16: a step in which gradients overflow on any rank is skipped on every rank."""
 
-import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,16 +51,22 @@ def _plain(value: Tensor) -> Tensor:
     return unsharded
 
 
+# The scalers that are stepping an optimizer, the innermost last.
+_STEPPING: list[torch.amp.GradScaler] = []
+
+
+def noted_step(step: Callable[..., Any], scaler: torch.amp.GradScaler, *arguments: Any, **options: Any) -> Any:
+    """Run a scaler's step, and note during it whose step it is."""
+    _STEPPING.append(scaler)
+    try:
+        return step(scaler, *arguments, **options)
+    finally:
+        _STEPPING.pop()
+
+
 def called_by_torchs() -> bool:
     """Return whether the current step was called by torch's scaler, and not by ours."""
-    frame = sys._getframe(1)
-    for _ in range(12):
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-        if frame.f_globals.get("__name__") == "torch.amp.grad_scaler":
-            return not isinstance(frame.f_locals.get("self"), GradScaler)
-    return False
+    return bool(_STEPPING) and not isinstance(_STEPPING[-1], GradScaler)
 
 
 def foreign_scaler() -> InvalidPlan:
