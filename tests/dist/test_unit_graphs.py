@@ -101,16 +101,23 @@ PLANS: dict[str, dict[str, Any]] = {
     "recompute": {"strategy": "fsdp", "recompute": "full"},
     "selective": {"strategy": "zero2", "recompute": "selective"},
     "dynamic": {"strategy": "fsdp", "dynamic": True},
+    "tiles": {"strategy": "fsdp", "tile": {"*.out": 2}},
     "bf16": {"strategy": "fsdp", "precision": "bf16"},
     "states on the host": {"strategy": "zero2", "offload_states": True},
 }
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("name", sorted(PLANS))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.ledger("tiles-in-graphs", outcome="right")] if name == "tiles" else [])
+        for name in sorted(PLANS)
+    ],
+)
 def test_it_has_under_other_plans(name: str) -> None:
     for num_calls, num_replayed in run_ranks(
-        compared, num_ranks=2, args=("plain", PLANS[name], {"dropout": 0.0 if name == "selective" else 0.1})
+        compared, num_ranks=2, args=("plain", PLANS[name], {"dropout": 0.0 if name in ("selective", "tiles") else 0.1})
     ):
         assert num_replayed > num_calls * REPLAYED, (num_calls, num_replayed)
 

@@ -53,6 +53,7 @@ LISTS: dict[str, dict[str, str]] = {
         "read-in-a-list": "`torch.cat([p])`, `torch._foreach_norm(parameters)` or `torch.sum(input=p)` of freed parameters",
         "edit-in-a-list": "`torch._foreach_mul_(parameters, 0.5)` right after a step",
         "gradient-is-none": "an `autograd.Function` returns None as a weight's gradient, or a unit leaves out one of its layers",
+        "tiles-in-graphs": "modules compute in tiles (`tile`) in units that are CUDA graphs",
         "nan-on-one-rank": "one NaN on one rank, in `shardwise train`",
         "nan-unit": "one NaN: which unit had it first",
         "nan-checkpoints": 'trains on after a NaN (`nonfinite = "warn"`): the last finite checkpoint',

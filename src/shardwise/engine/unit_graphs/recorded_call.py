@@ -65,6 +65,8 @@ class RecordedCall:
         self.grads: list[StaticPlace | None] = []
         # Places that were still lent when its backward was recorded: the graph does not write there.
         self.spares: set[StaticPlace] = set()
+        # Until then: the parameters with which its forward was recorded, and autograd's graph of it.
+        self._aliases: list[nn.Parameter] = []
         self._leaves: list[Tensor] = []
         self._outputs: list[Tensor] = []
 
@@ -77,6 +79,7 @@ class RecordedCall:
         params = self.watched.params
         with unguarded():
             aliases = [nn.Parameter(param.detach(), requires_grad=param.requires_grad) for param in params]
+        self._aliases = aliases
         known = [place_of(tensor) for tensor in tensors]
         entries: list[Tensor] = []
 
@@ -156,9 +159,11 @@ class RecordedCall:
                 for grad, place in zip(grads, known, strict=True)
             ]
             pairs = [(output, owner) for output, owner in zip(self._outputs, owners, strict=True) if owner is not None]
-            found = torch.autograd.grad(
-                [output for output, _ in pairs], self._leaves, [owner for _, owner in pairs], allow_unused=True
-            )
+            # A function may call modules again in its backward, as tiles do.
+            with self.watched.with_params(self._aliases):
+                found = torch.autograd.grad(
+                    [output for output, _ in pairs], self._leaves, [owner for _, owner in pairs], allow_unused=True
+                )
             return owners, found
 
         graph, (owners, found) = self.device.record(compute)
@@ -175,7 +180,7 @@ class RecordedCall:
 
     def forget_autograd(self) -> None:
         """Drop autograd's graph of the recorded forward; no backward will be recorded from it."""
-        self._leaves, self._outputs = [], []
+        self._aliases, self._leaves, self._outputs = [], [], []
 
     # Replays
 
