@@ -120,6 +120,10 @@ class Keep(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return outputs
 
     def _keep(self, func: Any, args: Any, kwargs: Any, outputs: Any) -> None:
+        if any(isinstance(output, Tensor) and output.is_inference() for output in tree_leaves(outputs)):
+            # Nothing would count writes to it. It is computed again.
+            self.products.append(None)
+            return
         pack = self.unit.pack
         kept = pack(outputs) if isinstance(outputs, Tensor) else tree_map_only(Tensor, pack, outputs)
         state = _random_state(args[0].device) if _draws(func, args, kwargs) else None

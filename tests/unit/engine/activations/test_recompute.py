@@ -295,6 +295,21 @@ def test_parameters_that_are_updated_before_backward_are_refused(mode: str) -> N
         loss.backward()
 
 
+def test_what_a_unit_computes_in_inference_mode_is_computed_again() -> None:
+    class Teaching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.taught, self.teacher, self.other = (nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.inference_mode():
+                # Torch counts no write to it.
+                wanted = self.teacher(x).add_(1).relu_()
+            return torch.tanh(self.other(torch.tanh(self.taught(x)) + wanted))
+
+    assert_all_modes_agree(Teaching, torch.randn(3, 8))
+
+
 @each_mode
 def test_without_gradients_the_forward_is_called_as_it_is(mode: str) -> None:
     module = block()
