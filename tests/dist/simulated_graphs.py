@@ -74,8 +74,9 @@ class SimulatedGraph:
     @torch.no_grad()
     def replay(self) -> None:
         for func, args, kwargs, tensors, outputs in self.operations:
-            # Autograd does not see a graph write.
-            with torch.autograd._unsafe_preserve_version_counter(tensors):
+            # Autograd does not see a graph write; inference tensors count none.
+            counted = tuple(tensor for tensor in tensors if not tensor.is_inference())
+            with torch.autograd._unsafe_preserve_version_counter(counted):
                 found = func(*args, **kwargs)
             for old, new in zip(outputs, (found,) if isinstance(found, Tensor) else tree_leaves(found), strict=True):
                 if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr() and 0 not in old.stride():
@@ -131,7 +132,9 @@ class SimulatedGraphs:
         storage = tensor.untyped_storage()
         self._storages.append(storage)
         bare = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), storage.device, storage.nbytes())
-        alias = torch.empty(0, dtype=tensor.dtype).set_(bare, tensor.storage_offset(), tensor.shape, tensor.stride())
+        with torch.inference_mode(mode=False):
+            alias = torch.empty(0, dtype=tensor.dtype)
+            alias.set_(bare, tensor.storage_offset(), tensor.shape, tensor.stride())
         if all(place.pointer != alias.data_ptr() for place in self._places):
             _poison(alias)
         place = StaticPlace(alias, owner=tensor.detach())

@@ -7,10 +7,11 @@ from typing import Any
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
+from shardwise.engine.core.inference_tensors import uncounted, versions
 from shardwise.engine.core.step_events import heard_by
 from shardwise.engine.engine import Engine
 from shardwise.engine.graphs.compile_clock import CompileClock
-from shardwise.engine.graphs.python_state import PythonState, generators, versions
+from shardwise.engine.graphs.python_state import PythonState, generators
 from shardwise.engine.graphs.reads import Read, noting_reads
 from shardwise.engine.graphs.step_device import StepDevice
 
@@ -62,13 +63,14 @@ class ProbedStep:
         now = self._state.tensors()
         after = versions(now)
         replaced = [name for name in before if name not in after or before[name][0] != after[name][0]]
-        uncounted = self._uncounted()
+        statistics = self._statistics()
         written = [
             name
             for name in before
-            if name not in replaced and (before[name] != after[name] or id(now[name]) in uncounted)
+            if name not in replaced and (before[name] != after[name] or id(now[name]) in statistics)
         ]
         reasons = (
+            uncounted(tensors),
             noted.unguarded,
             f"{waits[0]} waits for the device" if waits else "",
             _advanced(drawn),
@@ -88,7 +90,7 @@ class ProbedStep:
         )
         return result
 
-    def _uncounted(self) -> set[int]:
+    def _statistics(self) -> set[int]:
         """Return the ids of tensors that torch writes without counting: statistics of batch normalisation."""
         norms = [module for module in self._engine.core.model.modules() if isinstance(module, _NormBase)]
         statistics = (tensor for norm in norms if norm.training for tensor in (norm.running_mean, norm.running_var))

@@ -11,6 +11,7 @@ from shardwise.comm.groups import MeshGroups
 from shardwise.comm.issued import CollectiveName
 from shardwise.engine.core.core_setting import CoreSetting
 from shardwise.engine.core.flat import FlatParams
+from shardwise.engine.core.inference_tensors import normal
 from shardwise.errors import InvalidData, ShardwiseError
 from shardwise.program import Kind
 from shardwise.spec import ROOT
@@ -117,7 +118,8 @@ def broadcast_buffers(model: nn.Module, *, setting: CoreSetting) -> None:
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                by_dtype.setdefault(buffer.dtype, []).append(buffer)
+                # An evaluation may have replaced it.
+                by_dtype.setdefault(buffer.dtype, []).append(normal(buffer))
     # All of them before the first is sent: memory may run out, and then it is unknown what was issued.
     flats = [torch.cat([buffer.reshape(-1) for buffer in buffers]) for buffers in by_dtype.values()]
     for buffers, flat in zip(by_dtype.values(), flats, strict=True):

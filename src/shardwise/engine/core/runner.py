@@ -133,14 +133,18 @@ class Runner:
             self.executor.end_first_forward()
 
     def without_gradients(self, unit: Unit, *, begins: bool) -> None:
-        """Begin or end a forward that is no part of a step (evaluation_gathers.py)."""
-        if begins:
-            self.passes.check_memory("a forward")
-            if unit is self.root:
-                announce(self.events.evaluation_begins)
-            self.evaluation.begin(unit)
-        else:
-            self.evaluation.end_call(unit)
+        """Begin or end a forward that is no part of a step (evaluation_gathers.py).
+
+        Outside of inference mode: a tensor that the engine makes here may be written in a later step.
+        """
+        with torch.inference_mode(mode=False), torch.no_grad():
+            if begins:
+                self.passes.check_memory("a forward")
+                if unit is self.root:
+                    announce(self.events.evaluation_begins)
+                self.evaluation.begin(unit)
+            else:
+                self.evaluation.end_call(unit)
 
     def serve(self, unit: Unit) -> None:
         """Gather a unit that the program has not gathered: on all ranks, or not at all."""

@@ -210,8 +210,3 @@ def generators() -> tuple[Any, ...]:
         random.getstate(),
         (name, np.asarray(keys).tobytes(), position),
     )
-
-
-def versions(tensors: dict[str, Tensor]) -> dict[str, tuple[int, int]]:
-    """Return, by name, the id of each tensor and its count of writes."""
-    return {name: (id(tensor), tensor._version) for name, tensor in tensors.items()}

@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from shardwise.engine.core.inference_tensors import normal
 from shardwise.engine.graphs.python_state import PLAIN
 from shardwise.engine.graphs.reads import NotCaptured
 
@@ -46,6 +47,17 @@ def mapped(value: Any, kind: type[Leaf], replace: Callable[[Leaf], Any]) -> Any:
     if found in _CONTAINERS:
         return found(mapped(item, kind, replace) for item in value)
     return value
+
+
+def with_normal(call: tuple[Any, Any], tensors: list[Tensor]) -> tuple[tuple[Any, Any], list[Tensor]]:
+    """Return a call and its tensors with normal tensors in place of inference tensors. Raises NotCaptured."""
+    inference = [tensor for tensor in tensors if tensor.is_inference()]
+    if not inference:
+        return call, tensors
+    if any(tensor.requires_grad or tensor.is_conj() or tensor.is_neg() for tensor in inference):
+        raise NotCaptured("it is given an inference tensor that is more than its memory")
+    found = {id(tensor): normal(tensor) for tensor in tensors}
+    return mapped(call, Tensor, lambda tensor: found[id(tensor)]), list(found.values())
 
 
 def shapes_of(value: Any) -> Iterator[Any]:

@@ -133,8 +133,10 @@ class CudaGraphs:
                 torch.compiler.set_stance("fail_on_recompile"),
                 assuming_reads((), device_type="cuda", compare=_refuse),
             ):
-                # thread_local: the backend's threads may query the device meanwhile.
-                graph.capture_begin(pool=self._pool.id, capture_error_mode="thread_local")
+                # In inference mode the first capture would make an inference tensor of the random seed, which no replay
+                # outside of it could write. thread_local: the backend's threads may query the device meanwhile.
+                with torch.inference_mode(mode=False):
+                    graph.capture_begin(pool=self._pool.id, capture_error_mode="thread_local")
                 begun = True
                 result = compute()
                 graph.capture_end()

@@ -33,7 +33,7 @@ from shardwise.engine.graphs.step_pool import why_no_pool
 from shardwise.engine.optimizer.allocate import move_states
 from shardwise.engine.protocol import Tell
 from shardwise.engine.unit_graphs.arena import Arena, Arenas, ObservedMemory
-from shardwise.engine.unit_graphs.call_form import form_of, shapes_of
+from shardwise.engine.unit_graphs.call_form import form_of, shapes_of, with_normal
 from shardwise.engine.unit_graphs.graph_device import CudaGraphs, GraphDevice
 from shardwise.engine.unit_graphs.recorded_pass import NOT_REPLAYED, RecordedPass
 from shardwise.engine.unit_graphs.reports import Reports
@@ -165,7 +165,7 @@ class UnitGraphs:
     # A pass
 
     def _note_inputs(self, model: nn.Module, inputs: Any, options: Any) -> None:
-        self._inputs = tuple(shapes_of((inputs, options)))
+        self._inputs = (torch.is_inference_mode_enabled(), *shapes_of((inputs, options)))
 
     def _begin(self, trains: bool, learned: bool) -> None:
         """Begin a pass, and decide how its units run."""
@@ -284,15 +284,16 @@ class UnitGraphs:
             form = form_of((inputs, options), tensors)
             if any(tensor.device.type != watched.device.type for tensor in tensors):
                 return self._ordinary(watched, inputs, options)
+            call, tensors = with_normal((inputs, options), tensors)
         except NotCaptured:
             return self._ordinary(watched, inputs, options)
         if self._mode == _OBSERVED or (self._mode == _RECORDED and not watched.is_observed):
-            return self._observe(watched, inputs, options, tensors=tensors)
-        result = self._graphed(watched, (inputs, options), tensors, form=form)
+            return self._observe(watched, call, tensors=tensors)
+        result = self._graphed(watched, call, tensors, form=form)
         return self._ordinary(watched, inputs, options) if result is NOT_REPLAYED else result
 
-    def _observe(self, watched: WatchedUnit, inputs: Any, options: Any, *, tensors: Sequence[Tensor]) -> Any:
-        ordinary = partial(watched.forward, *inputs, **options)
+    def _observe(self, watched: WatchedUnit, call: tuple[Any, Any], *, tensors: Sequence[Tensor]) -> Any:
+        ordinary = partial(watched.forward, *call[0], **call[1])
         graphs = self.arenas.all[0].device
         before = graphs.allocated_bytes()
         result = watched.observe(ordinary, tensors=tensors, graphs=graphs)

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from shardwise.comm.groups import num_collectives
 from shardwise.engine.activations.recompute import RecomputedUnit
 from shardwise.engine.core.flat_buffers import unguarded
+from shardwise.engine.core.inference_tensors import uncounted, versions
 from shardwise.engine.core.unit import Unit
-from shardwise.engine.graphs.python_state import PLAIN, PythonState, foreign_hook, versions
+from shardwise.engine.graphs.python_state import PLAIN, PythonState, foreign_hook
 from shardwise.engine.graphs.reads import noting_reads
 from shardwise.engine.graphs.torch_modes import torch_modes
 from shardwise.engine.unit_graphs.graph_device import GraphDevice
@@ -153,6 +154,7 @@ class WatchedUnit:
         on_host = [name for name in written if own[name].device.type != self.device.type]
         reasons = (
             _HOOKED if foreign_hook(self.module) else "",
+            uncounted(own),
             noted.unguarded or (f"{noted.reads[0].place} reads a value from the device" if noted.reads else ""),
             f"{waited[0]} waits for the device" if waited else "",
             "it draws random numbers on the CPU" if graphs.host_generators() != drawn else "",

@@ -196,6 +196,18 @@ class Replacing(nn.Linear):
         return super().forward(x - self.mean)
 
 
+class Remembering(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        with torch.inference_mode():
+            self.seen = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            self.seen += 1
+        return super().forward(x) + self.seen
+
+
 class Layerdrop(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if torch.rand([]) < 2 else x
@@ -217,6 +229,7 @@ class Indexing(nn.Linear):
         (lambda: Counting(8, 8), "model.calls changes in Python in each step"),
         (Growing, "model.kept changes in Python in each step"),
         (Replacing, "model.mean changes in Python in each step"),
+        (Remembering, "model.seen is an inference tensor, to which torch does not count writes"),
         (lambda: Layerdrop(8, 8), "the step draws random numbers from torch's generator on the CPU (layerdrop?)"),
         (lambda: Shuffling(8, 8), "the step draws random numbers from Python's generator on the CPU (layerdrop?)"),
         (
