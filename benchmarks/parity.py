@@ -6,12 +6,17 @@ close     within 1e-5 of each tensor's largest value, or of a thousandth of the 
 wrong     further apart
 refused   an error of Shardwise says why, before anything was trained
 failed    another error, or ranks that did not come back
+
+With --graphs, our strategies replay units as CUDA graphs, simulated on the CPU: every form is recorded at once, and
+each replay spoils graph memory that is free (tests/dist/simulated_graphs.py). Trainings are a few steps longer then,
+because the first steps are ordinary ones.
 """
 
 import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,35 +29,52 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch  # noqa: E402
 from ranks import RankFailed, run_ranks, shut_down  # noqa: E402
-from scenario_rows import architectures, optimizers, trainings  # noqa: E402
+from scenario_rows import architectures, optimizers, trainings, unusual  # noqa: E402
 from scenario_rows.runners import NUM_RANKS, PEERS, Runner, Weights, make_runner  # noqa: E402
+from simulated_graphs import simulated  # noqa: E402
 
-GROUPS = {"Optimizers": optimizers.ROWS, "Trainings": trainings.ROWS, "Architectures": architectures.ROWS}
+GROUPS = {
+    "Optimizers": optimizers.ROWS,
+    "Trainings": trainings.ROWS,
+    "Unusual trainings": unusual.ROWS,
+    "Architectures": architectures.ROWS,
+}
 VERDICTS = ("equal", "close", "refused", "failed", "wrong")
 _CLOSE, _LEAST = 1e-5, 1e-3
+_GRAPHS = ", graphs"
+_MORE_STEPS = 3
+
+
+def as_graphs(engine: str) -> str:
+    """Return the name of an engine whose units are simulated graphs."""
+    return f"{engine}{_GRAPHS}"
 
 
 def train(rank: int, group: str, name: str, engine: str) -> dict[str, Any]:
     """Run a row on a rank; return the weights at the end, or the error that it ended with."""
     torch.manual_seed(0)
     torch.use_deterministic_algorithms(True, warn_only=True)
+    with_graphs = engine.endswith(_GRAPHS)
     try:
-        runner = make_runner(engine, rank)
-        weights = GROUPS[group][name](runner)
+        runner = make_runner(engine.removesuffix(_GRAPHS), rank)
+        runner.more_steps = _MORE_STEPS if with_graphs else 0
+        with simulated(at_once=True) if with_graphs else nullcontext():
+            weights = GROUPS[group][name](runner)
     except Exception as error:
-        if engine == Runner.name:
+        if engine.startswith(Runner.name):
             raise
         refused = type(error).__module__.split(".")[0] == "shardwise"
         said = str(error) if refused else f"{type(error).__name__}: {error}"
         return {"verdict": "refused" if refused else "failed", "line": _short(said)}
     # Ranks of a training that failed are not used again: see the pool.
     torch.use_deterministic_algorithms(False)
-    return {"weights": weights, "owned": runner.owned}
+    return {"weights": weights, "owned": runner.owned, "replayed": runner.num_replayed}
 
 
-def compare(group: str, name: str, *, engines: Iterable[str], limit_seconds: float) -> Outcome:
-    """Engine → its verdict."""
-    (alone,) = run_ranks(train, num_ranks=1, args=(group, name, Runner.name), timeout_seconds=limit_seconds)
+def compare(group: str, name: str, *, engines: Sequence[str], limit_seconds: float) -> Outcome:
+    """Engine → its verdict. All engines with graphs, or none."""
+    one_process = as_graphs(Runner.name) if engines[0].endswith(_GRAPHS) else Runner.name
+    (alone,) = run_ranks(train, num_ranks=1, args=(group, name, one_process), timeout_seconds=limit_seconds)
     outcome: Outcome = {}
     for engine in engines:
         args = (group, name, engine)
@@ -72,7 +94,9 @@ def verdict(ranks: Sequence[Mapping[str, Any]], expected: Weights) -> Outcome:
         return ended[0]
     far = max(distance(rank["weights"], expected) for rank in ranks)
     word = "equal" if far == 0 else "close" if far <= _CLOSE else "wrong"
-    return {"verdict": word, "distance": far} | ({"owned": True} if ranks[0]["owned"] else {})
+    replayed = min(rank.get("replayed", 0) for rank in ranks)
+    more = {"owned": ranks[0]["owned"], "replayed": replayed}
+    return {"verdict": word, "distance": far} | {key: value for key, value in more.items() if value}
 
 
 def distance(found: Weights, expected: Weights) -> float:
@@ -107,13 +131,29 @@ def rows_of(group: str, *, engines: Sequence[str], limit_seconds: float) -> list
     return [Row(name=name, run=partial(compared, name), needs=_needs(name)) for name in GROUPS[group]]
 
 
-def main(description: str | None, *, report: Report, groups: Sequence[str], engines: Sequence[str]) -> int:
-    """Run the rows of these groups that were asked for; return the exit code."""
-    asked = arguments(description, limit_seconds=120.0).parse_args()
+def main(
+    description: str | None,
+    *,
+    report: Report,
+    groups: Sequence[str],
+    engines: Sequence[str],
+    graphs: Sequence[str] = (),
+) -> int:
+    """Run the rows of these groups that were asked for; return the exit code. `graphs`: the engines of --graphs."""
+    parser = arguments(description, limit_seconds=120.0)
+    if graphs:
+        parser.add_argument("--graphs", action="store_true", help="our strategies again, with units as graphs")
+    asked = parser.parse_args()
+    engines = graphs if graphs and asked.graphs else engines
     rows = [row for group in groups for row in rows_of(group, engines=engines, limit_seconds=asked.limit)]
-    known = report.read()["rows"] if asked.rest else ()
+    known = [name for name, row in report.read()["rows"].items() if asked.rest and engines[0] in row]
+
+    def beside_others(row: Row) -> Outcome:
+        """Run a row, and keep what engines that were not asked for have made of it."""
+        return {**report.read()["rows"].get(row.name, {}), **row.run()}
+
     try:
-        return run(chosen(rows, only=asked.only, known=known), report=report, held=held, line=line)
+        return run(chosen(rows, only=asked.only, known=known), report=report, held=held, line=line, each=beside_others)
     finally:
         shut_down()
 

@@ -74,7 +74,7 @@ class Training:
 
     def steps(self, num_steps: int, loss: Loss = square, **options: Any) -> Iterator[int]:
         """Take steps, and yield the number of each after it was taken."""
-        for step in range(num_steps):
+        for step in self.runner.steps(num_steps):
             self.runner.step(self.optimizer, lambda share, step=step: loss(self.called, step, share), **options)
             yield step
 

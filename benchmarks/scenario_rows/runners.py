@@ -34,6 +34,11 @@ class Runner:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
+        # In addition to those of a scenario.
+        self.more_steps = 0
+
+    def steps(self, num_steps: int) -> range:
+        return range(num_steps + self.more_steps)
 
     def prepare(self, model: nn.Module, *optimizers: Optimizer, units: str = "auto", **options: Any) -> nn.Module:
         """Return the model that is called from now on."""
@@ -44,12 +49,26 @@ class Runner:
         self.prepare(models, optimizer)
         return dict(models.items())
 
-    def step(self, optimizer: Optimizer, loss: Callable[[int], Tensor], *, passes: int = 1, **clip: float) -> None:
-        """Update from `loss(share)` of each share of the data; a rank has one share per pass."""
+    def step(
+        self,
+        optimizer: Optimizer,
+        loss: Callable[[int], Tensor],
+        *,
+        passes: int = 1,
+        keeps: bool = False,
+        **clip: float,
+    ) -> None:
+        """Update from `loss(share)` of each share of the data; a rank has one share per pass.
+
+        keeps   add to the gradients that are there
+        """
         parameters = parameters_of(optimizer)
         sums: list[Tensor | None] = [None] * len(parameters)
+        before_all = [parameter.grad if keeps else None for parameter in parameters]
         for share in range(NUM_RANKS):
             optimizer.zero_grad()
+            for parameter, grad in zip(parameters, before_all, strict=True):
+                parameter.grad = None if grad is None else grad.clone()
             for number in range(passes):
                 (loss(share + NUM_RANKS * number) / passes).backward()
             for index, parameter in enumerate(parameters):
@@ -78,6 +97,11 @@ class Runner:
     def owned(self) -> bool:
         """Whether some parameters have their optimizer state whole on one rank."""
         return False
+
+    @property
+    def num_replayed(self) -> int:
+        """How many calls of units were replays of a graph."""
+        return 0
 
     @contextmanager
     def whole(self, model: nn.Module, *, write: bool = False) -> Iterator[None]:
@@ -128,8 +152,17 @@ class Average:
 class OnRanks(Runner):
     """What the engines of several ranks have in common: a rank takes its own share."""
 
-    def step(self, optimizer: Optimizer, loss: Callable[[int], Tensor], *, passes: int = 1, **clip: float) -> None:
-        optimizer.zero_grad()
+    def step(
+        self,
+        optimizer: Optimizer,
+        loss: Callable[[int], Tensor],
+        *,
+        passes: int = 1,
+        keeps: bool = False,
+        **clip: float,
+    ) -> None:
+        if not keeps:
+            optimizer.zero_grad()
         for number in range(passes):
             with nullcontext() if number == passes - 1 else self.accumulating():
                 (loss(self.rank + NUM_RANKS * number) / passes).backward()
@@ -156,6 +189,11 @@ class Ours(OnRanks):
     @property
     def owned(self) -> bool:
         return bool(engine_of(self._last).plan.owned)
+
+    @property
+    def num_replayed(self) -> int:
+        graphs = engine_of(self._last).graphs
+        return 0 if graphs is None else graphs.num_replayed
 
     def accumulating(self) -> Any:
         return shardwise.accumulate(self._last)

@@ -88,7 +88,7 @@ def gan(runner: Runner) -> Weights:
     generator, critic = Net(outputs=networks.WIDTH), Net(outputs=1)
     making, judging = adamw(generator.parameters()), adamw(critic.parameters())
     make, judge = runner.prepare(generator, making), runner.prepare(critic, judging)
-    for step in range(3):
+    for step in runner.steps(3):
 
         def told_apart(share: int, step: int = step) -> Tensor:
             found: Tensor = judge(make(inputs(step, share)).detach()).mean() - judge(inputs(step + 50, share)).mean()
@@ -135,7 +135,7 @@ def shared_encoder(runner: Runner) -> Weights:
     both = nn.ModuleDict({"one": networks.OnShared(encoder, outputs=3), "other": networks.OnShared(encoder, outputs=2)})
     optimizer = adamw(both.parameters())
     called = runner.prepare_together(both, optimizer)
-    for step in range(4):
+    for step in runner.steps(4):
         model = called["one" if step % 2 == 0 else "other"]
         runner.step(optimizer, lambda share, step=step, model=model: square(model, step, share))
     return runner.weights(both)
