@@ -9,7 +9,8 @@
     ├── InvalidData       a file or dataset is missing, empty, truncated or malformed
     ├── CheckpointError   a checkpoint cannot be written or read, is damaged, or does not fit the model
     │   └── DiskFailed    the disk failed while one was written (full, EIO …): trying again may help
-    └── MissingExtra      an optional package is not installed
+    ├── MissingExtra      an optional package is not installed
+    └── TorchChanged      a private name of torch is gone, or has changed (torch_internals.py)
 
 The message is one line: the mistake, the numbers, and the way out. The command line prints
 `Kind: message` and exits with 2. Any other exception is a bug in Shardwise, and keeps its traceback.
@@ -82,3 +83,7 @@ class MissingExtra(ShardwiseError):  # noqa: N818
         """Return the error for `package`, which pip installs with `shardwise[extra]`, or by its own name."""
         what = f"'shardwise[{extra}]'" if extra else package
         return cls(f"{needed_for} needs {package}: pip install {what}")
+
+
+class TorchChanged(ShardwiseError):  # noqa: N818
+    """This torch does not have a private name that Shardwise uses, or has another form of it."""
