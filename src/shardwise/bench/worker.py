@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise import torch_internals
 from shardwise.bench.case_result import UnitOutline
 from shardwise.bench.contestants import ENGINES
 from shardwise.bench.first_steps import NUM_STEPS, take_first_steps
@@ -145,7 +146,7 @@ def _slowest(seconds: Sequence[float], *, run: BenchRun, place: Place) -> tuple[
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         return tuple(slowest.tolist())
     # The group does not communicate, but its store does.
-    store = dist.distributed_c10d._get_default_store()
+    store = torch_internals.default_store()
     store.set(f"seconds/{place.rank}", json.dumps(seconds))
     everyone = [json.loads(store.get(f"seconds/{rank}")) for rank in range(place.num_ranks)]
     return tuple(max(block) for block in zip(*everyone, strict=True))

@@ -18,12 +18,13 @@ from hashlib import blake2b
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
+from shardwise import torch_internals
 from shardwise.comm.groups import Group
 from shardwise.comm.rank_progress import meeting_in, waiting_in
 from shardwise.comm.small_collectives import from_first, largest
 from shardwise.errors import ShardwiseError
+from shardwise.torch_internals import Store
 
 T = TypeVar("T")
 
@@ -176,7 +177,7 @@ def meet(what: str, *, limit_seconds: float = 60.0) -> None:
         # In a rehearsal (absent.py) no other rank will come.
         return
     try:
-        _meet(dist.distributed_c10d._get_default_store(), what, limit_seconds=limit_seconds)
+        _meet(torch_internals.default_store(), what, limit_seconds=limit_seconds)
     except dist.DistNetworkError as error:
         raise RanksMissing(
             f"this rank waits in {what}, which needs all ranks, and the process with the job's store (usually rank 0) "

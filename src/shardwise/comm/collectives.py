@@ -10,16 +10,11 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
 
+from shardwise import torch_internals
 from shardwise.comm.groups import Group
 from shardwise.comm.issued import NotedWork
-
-# Methods of a process group, which torch 2.13 renamed.
-_ALL_GATHER = "all_gather_single" if hasattr(dist.ProcessGroup, "all_gather_single") else "_allgather_base"
-_REDUCE_SCATTER = (
-    "reduce_scatter_single" if hasattr(dist.ProcessGroup, "reduce_scatter_single") else "_reduce_scatter_base"
-)
+from shardwise.torch_internals import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
 
 
 class Work(Protocol):
@@ -85,8 +80,8 @@ class BackendCollectives:
     def all_gather(self, buffer: Tensor, *, group: Group, own: Tensor | None = None) -> Work:
         name = group.log.note(buffer)
         own = own_slice(buffer, group=group) if own is None else own
-        gather = getattr(group.handle, _ALL_GATHER)
-        return NotedWork(gather(as_moved(buffer), as_moved(own), self._gathers), name)
+        gather = torch_internals.all_gather_single
+        return NotedWork(gather(group.handle, as_moved(buffer), as_moved(own), self._gathers), name)
 
     def reduce_scatter(self, buffer: Tensor, *, group: Group, own: Tensor | None = None) -> Work:
         if buffer.device.type == "cpu":
@@ -94,8 +89,8 @@ class BackendCollectives:
             return self.all_reduce(buffer, group=group)
         name = group.log.note(buffer)
         own = own_slice(buffer, group=group) if own is None else own
-        reduce_scatter = getattr(group.handle, _REDUCE_SCATTER)
-        return NotedWork(reduce_scatter(_in_reals(own), _in_reals(buffer), self._scatters), name)
+        reduce_scatter = torch_internals.reduce_scatter_single
+        return NotedWork(reduce_scatter(group.handle, _in_reals(own), _in_reals(buffer), self._scatters), name)
 
     def all_reduce(self, buffer: Tensor, *, group: Group) -> Work:
         name = group.log.note(buffer)

@@ -7,9 +7,11 @@ issued, so in a shared group a gather that is needed now would wait behind a red
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
+from shardwise import torch_internals
 from shardwise.comm.issued import IssueLog
 from shardwise.plan.mesh import Mesh
 
@@ -129,10 +131,12 @@ def job_timeout() -> timedelta | None:
     assert world is not None
     # Several backends (cpu:gloo,cuda:nccl) all have the same.
     try:
-        options = world._get_backend(world._device_types[0]).options
+        options: Any = torch_internals.backend_of(world, torch_internals.device_types(world)[0]).options
     except RuntimeError:
         return None
-    timeout: timedelta | None = getattr(options, "_timeout", None)
+    if not isinstance(options, torch_internals.BackendOptions):
+        return None
+    timeout: timedelta = torch_internals.backend_timeout(options)
     return timeout
 
 
@@ -141,6 +145,6 @@ def num_collectives(group: dist.ProcessGroup | None = None) -> int:
     handle = group or dist.group.WORLD
     assert handle is not None
     try:
-        return int(handle._get_sequence_number_for_group())  # type: ignore[attr-defined]
+        return int(torch_internals.sequence_number(handle))
     except RuntimeError:
         return 0

@@ -9,10 +9,10 @@ from dataclasses import asdict
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
 
 from shardwise.comm.rank_progress import Standing
 from shardwise.comm.stall import Stall
+from shardwise.torch_internals import PrefixStore, Store
 
 # The collectives that a rank has issued, in order: comparison of ranks → group → names.
 History = dict[str, dict[str, list[str]]]

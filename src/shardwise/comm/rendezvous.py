@@ -8,11 +8,11 @@ from datetime import timedelta
 from uuid import uuid4
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 from shardwise.comm.agreement import RanksMissing, about
 from shardwise.comm.job_environment import Rendezvous
 from shardwise.errors import InvalidJob
+from shardwise.torch_internals import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 _POLL_SECONDS = 0.01
 _HINT = "the output of those ranks says why"

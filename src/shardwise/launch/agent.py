@@ -22,6 +22,7 @@ from typing import Any
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
+from shardwise import torch_internals
 from shardwise.autopsy.own_record import clear_records, path_of
 from shardwise.launch.failure import LAST_WORDS_SECONDS, Failure, ended, first, reported
 from shardwise.launch.one_machine import OneMachine
@@ -82,6 +83,8 @@ class Agent(LocalElasticAgent):
             max_restarts=max_restarts,
             monitor_interval=_MONITOR_SECONDS,
         )
+        # torch's agent calls these two, which are overridden here.
+        torch_internals.need("start_workers", "monitor_workers")
         super().__init__(spec, RankEnvironments(files))
         self._command, self._imports = command, imports
         self._warm: WarmStart | None = None

@@ -1,7 +1,8 @@
 """The rendezvous of an agent that is alone, for torch's elastic agent."""
 
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from shardwise.torch_internals import HashStore
 
 
 class OneMachine(RendezvousHandler):

@@ -9,13 +9,12 @@ import json
 import os
 from pathlib import Path
 
-from torch._C._distributed_c10d import TCPStore
-
 from shardwise.comm.job_environment import SNAPSHOTS, rendezvous_of, start_of
 from shardwise.errors import CheckpointError, InvalidJob
 from shardwise.files.atomic import atomic_write
 from shardwise.files.regular_file import read_at_most
 from shardwise.recovery.memory_folder import free_memory, is_key, new_key
+from shardwise.torch_internals import TCPStore
 
 FILE_NAME = "snapshots.json"
 _IN_STORE = "shardwise/snapshots"
