@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from shardwise.spec import TensorSpec as TensorSpec
     from shardwise.spec import UnitSpec as UnitSpec
     from shardwise.tasks import Task as Task
-    from shardwise.tasks import load_task as load_task
+    from shardwise.tasks.load_task import load_task as load_task
     from shardwise.train.training_step import step as step
     from shardwise.units import model_spec as model_spec
 

@@ -10,7 +10,7 @@
     ├── CheckpointError   a checkpoint cannot be written or read, is damaged, or does not fit the model
     │   └── DiskFailed    the disk failed while one was written (full, EIO …): trying again may help
     ├── MissingExtra      an optional package is not installed
-    └── TorchChanged      a private name of torch is gone, or has changed (torch_internals.py)
+    └── TorchChanged      a private name of torch is gone, or has changed (torch_internals/)
 
 The message is one line: the mistake, the numbers, and the way out. The command line prints
 `Kind: message` and exits with 2. Any other exception is a bug in Shardwise, and keeps its traceback.

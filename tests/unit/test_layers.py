@@ -92,7 +92,7 @@ WITHOUT_TORCH = [
     "shardwise.bench.tape_spans",
     "shardwise.report.text.ring_rounds",
     "shardwise.sources",
-    "shardwise.torch_internals",
+    "shardwise.torch_internals.torch_private",
     "shardwise.spec",
     "shardwise.spec.architecture",
     "shardwise.spec.shipped",

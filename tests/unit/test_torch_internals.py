@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shardwise import torch_internals
 from shardwise.errors import TorchChanged
+from shardwise.torch_internals import torch_private
 from shardwise.torch_internals.private_names import PRIVATE, Private
 from shardwise.vocabulary.tested_versions import TESTED_TORCH, installed_torch
 
@@ -21,19 +21,19 @@ def is_here(private: Private) -> bool:
 
 @pytest.mark.parametrize("name", [name for name, private in PRIVATE.items() if is_here(private)])
 def test_every_private_name_is_in_the_installed_torch_in_the_form_that_is_used(name: str) -> None:
-    value = getattr(torch_internals, name)
+    value = getattr(torch_private, name)
     assert not isinstance(value, property)
-    assert getattr(torch_internals, name) is vars(torch_internals)[name]
+    assert getattr(torch_private, name) is vars(torch_private)[name]
 
 
 def test_what_a_row_has_is_an_attribute_of_torch() -> None:
-    assert torch_internals.current_graph_task_id is torch._C._current_graph_task_id
-    assert torch_internals.BatchNorm is torch.nn.modules.batchnorm._BatchNorm
-    assert torch_internals.backend_timeout is torch._C._distributed_c10d.Backend.Options.__dict__["_timeout"].fget
+    assert torch_private.current_graph_task_id is torch._C._current_graph_task_id
+    assert torch_private.BatchNorm is torch.nn.modules.batchnorm._BatchNorm
+    assert torch_private.backend_timeout is torch._C._distributed_c10d.Backend.Options.__dict__["_timeout"].fget
 
 
 def test_type_checkers_see_the_same_names() -> None:
-    tree = ast.parse(Path(inspect.getfile(torch_internals)).read_text())
+    tree = ast.parse(Path(inspect.getfile(torch_private)).read_text())
     (block,) = (node for node in tree.body if isinstance(node, ast.If))
     typed: dict[str, str] = {}
     for node in block.body:
@@ -53,8 +53,8 @@ def torch_without(monkeypatch: pytest.MonkeyPatch, private: Private) -> str:
     """The line for a row, looked up for the first time."""
     monkeypatch.setitem(PRIVATE, "tried", private)
     with pytest.raises(TorchChanged) as raised:
-        torch_internals.tried  # noqa: B018
-    assert "tried" not in vars(torch_internals)
+        torch_private.tried  # noqa: B018
+    assert "tried" not in vars(torch_private)
     return str(raised.value)
 
 
@@ -101,29 +101,29 @@ def test_an_object_without_an_attribute_that_is_used_is_one_line(monkeypatch: py
 def test_a_signature_that_takes_the_call_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "_tried", takes, raising=False)
     monkeypatch.setitem(PRIVATE, "tried", Private("torch:_tried", "measures a test", given=2, named="third"))
-    assert torch_internals.tried is takes
-    monkeypatch.delitem(vars(torch_internals), "tried")
+    assert torch_private.tried is takes
+    monkeypatch.delitem(vars(torch_private), "tried")
 
 
 def test_an_older_torch_has_the_name_at_its_former_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "_before", takes, raising=False)
     monkeypatch.setitem(PRIVATE, "tried", Private("torch:_now", "measures a test", former="torch:_before"))
-    assert torch_internals.tried is takes
-    monkeypatch.delitem(vars(torch_internals), "tried")
+    assert torch_private.tried is takes
+    monkeypatch.delitem(vars(torch_private), "tried")
 
 
 def test_a_name_outside_of_the_table_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'curent_graph_task_id'"):
-        torch_internals.curent_graph_task_id  # type: ignore[attr-defined]  # noqa: B018
+        torch_private.curent_graph_task_id  # type: ignore[attr-defined]  # noqa: B018
 
 
 def test_what_is_put_in_torchs_place_is_there_until_it_is_put_back() -> None:
     own = torch.autograd.profiler.profile._parse_kineto_results
-    before = torch_internals.replace("parse_kineto_results", takes)
+    before = torch_private.replace("parse_kineto_results", takes)
     try:
         assert torch.autograd.profiler.profile._parse_kineto_results is takes
         # Users of the name still get torch's.
-        assert torch_internals.parse_kineto_results is before is own
+        assert torch_private.parse_kineto_results is before is own
     finally:
-        torch_internals.replace("parse_kineto_results", before)
+        torch_private.replace("parse_kineto_results", before)
     assert torch.autograd.profiler.profile._parse_kineto_results is own

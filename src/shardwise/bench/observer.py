@@ -24,10 +24,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.dtensor import dtensor_types
+from shardwise.torch_internals import torch_private
+from shardwise.torch_internals.torch_private import TorchDispatchMode
 
 # Operator → (collective, index of the argument whose bytes are counted).
 _COLLECTIVES: Mapping[str, tuple[str, int]] = {
@@ -83,7 +84,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._count(collective, args[index], num_ranks=dist.ProcessGroup.unbox(group).size())
         elif name in _FUNCTIONAL:
             group_name: Any = [value for value in args if isinstance(value, str)][-1]
-            num_ranks = torch._C._distributed_c10d._resolve_process_group(group_name).size()
+            num_ranks = torch_private.resolve_process_group(group_name).size()
             # The output of a gather is n times its input.
             times = num_ranks if _FUNCTIONAL[name] == "all_gather" else 1
             self._count(_FUNCTIONAL[name], args[0], num_ranks=num_ranks, times=times)
@@ -102,7 +103,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_group(value: Any) -> bool:
-    return isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type())
+    return isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(torch_private.script_type(value))
 
 
 @contextmanager

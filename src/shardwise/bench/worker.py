@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise import torch_internals
 from shardwise.bench.case_result import UnitOutline
 from shardwise.bench.contestants import ENGINES
 from shardwise.bench.first_steps import NUM_STEPS, take_first_steps
@@ -36,6 +35,7 @@ from shardwise.comm.join import Place, joined
 from shardwise.engine.protocol import find_engine
 from shardwise.launch.failure import LOG, report, write_to_log
 from shardwise.profile.recording import WARM_UP_STEPS, StepRecording, allocations_on
+from shardwise.torch_internals import torch_private
 from shardwise.train.batches import to_device
 from shardwise.train.metrics import Window
 from shardwise.train.randomness import deterministic_kernels
@@ -146,7 +146,7 @@ def _slowest(seconds: Sequence[float], *, run: BenchRun, place: Place) -> tuple[
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         return tuple(slowest.tolist())
     # The group does not communicate, but its store does.
-    store = torch_internals.default_store()
+    store = torch_private.default_store()
     store.set(f"seconds/{place.rank}", json.dumps(seconds))
     everyone = [json.loads(store.get(f"seconds/{rank}")) for rank in range(place.num_ranks)]
     return tuple(max(block) for block in zip(*everyone, strict=True))

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
+from shardwise.torch_internals import torch_private
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
@@ -112,7 +114,9 @@ class Boxes(Tensor):
 
     @staticmethod
     def __new__(cls, elements: Tensor, *, shape: Sequence[int], start: int) -> "Boxes":
-        made: Boxes = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=elements.dtype, device=elements.device)
+        made: Boxes = torch_private.make_wrapper_subclass(
+            cls, tuple(shape), dtype=elements.dtype, device=elements.device
+        )
         made.boxes = cut(shape, start=start, stop=start + elements.numel())
         if not prod(shape):
             # A box without elements, so that the checkpoint lists the tensor.

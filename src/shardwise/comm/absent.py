@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise import torch_internals
 from shardwise.comm.collectives import DONE, Work, own_slice
 from shardwise.comm.groups import Group
 from shardwise.errors import InvalidPlan
 from shardwise.plan.mesh import Mesh
-from shardwise.torch_internals import HashStore, Store
+from shardwise.torch_internals import torch_private
+from shardwise.torch_internals.torch_private import HashStore, Store
 
 # Without its lowest bit no byte is NaN in fp8, nor the upper one of a NaN in bf16.
 _NO_NAN = 0xFE
@@ -82,7 +82,7 @@ def absent_group(num_ranks: int, *, rank: int = 0, store: Store | None = None) -
     if dist.is_initialized():
         raise InvalidPlan("a process group is there already: a rehearsal needs a process that has joined no job")
     # The backend is registered by the import of the file that has it.
-    torch_internals.need("FakeStore")
+    torch_private.need("FakeStore")
     # A real store, in which the other ranks never write.
     dist.init_process_group("fake", store=store or HashStore(), rank=rank, world_size=num_ranks)
     try:

@@ -19,12 +19,12 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from shardwise import torch_internals
 from shardwise.comm.groups import Group
 from shardwise.comm.rank_progress import meeting_in, waiting_in
 from shardwise.comm.small_collectives import from_first, largest
 from shardwise.errors import ShardwiseError
-from shardwise.torch_internals import Store
+from shardwise.torch_internals import torch_private
+from shardwise.torch_internals.torch_private import Store
 
 T = TypeVar("T")
 
@@ -177,7 +177,7 @@ def meet(what: str, *, limit_seconds: float = 60.0) -> None:
         # In a rehearsal (absent.py) no other rank will come.
         return
     try:
-        _meet(torch_internals.default_store(), what, limit_seconds=limit_seconds)
+        _meet(torch_private.default_store(), what, limit_seconds=limit_seconds)
     except dist.DistNetworkError as error:
         raise RanksMissing(
             f"this rank waits in {what}, which needs all ranks, and the process with the job's store (usually rank 0) "

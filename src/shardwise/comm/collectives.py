@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise import torch_internals
 from shardwise.comm.groups import Group
 from shardwise.comm.issued import NotedWork
-from shardwise.torch_internals import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
+from shardwise.torch_internals import torch_private
+from shardwise.torch_internals.torch_private import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
 
 
 class Work(Protocol):
@@ -80,7 +80,7 @@ class BackendCollectives:
     def all_gather(self, buffer: Tensor, *, group: Group, own: Tensor | None = None) -> Work:
         name = group.log.note(buffer)
         own = own_slice(buffer, group=group) if own is None else own
-        gather = torch_internals.all_gather_single
+        gather = torch_private.all_gather_single
         return NotedWork(gather(group.handle, as_moved(buffer), as_moved(own), self._gathers), name)
 
     def reduce_scatter(self, buffer: Tensor, *, group: Group, own: Tensor | None = None) -> Work:
@@ -89,7 +89,7 @@ class BackendCollectives:
             return self.all_reduce(buffer, group=group)
         name = group.log.note(buffer)
         own = own_slice(buffer, group=group) if own is None else own
-        reduce_scatter = torch_internals.reduce_scatter_single
+        reduce_scatter = torch_private.reduce_scatter_single
         return NotedWork(reduce_scatter(group.handle, _in_reals(own), _in_reals(buffer), self._scatters), name)
 
     def all_reduce(self, buffer: Tensor, *, group: Group) -> Work:

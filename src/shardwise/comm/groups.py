@@ -11,9 +11,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardwise import torch_internals
 from shardwise.comm.issued import IssueLog
 from shardwise.plan.mesh import Mesh
+from shardwise.torch_internals import torch_private
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,12 +131,12 @@ def job_timeout() -> timedelta | None:
     assert world is not None
     # Several backends (cpu:gloo,cuda:nccl) all have the same.
     try:
-        options: Any = torch_internals.backend_of(world, torch_internals.device_types(world)[0]).options
+        options: Any = torch_private.backend_of(world, torch_private.device_types(world)[0]).options
     except RuntimeError:
         return None
-    if not isinstance(options, torch_internals.BackendOptions):
+    if not isinstance(options, torch_private.BackendOptions):
         return None
-    timeout: timedelta = torch_internals.backend_timeout(options)
+    timeout: timedelta = torch_private.backend_timeout(options)
     return timeout
 
 
@@ -145,6 +145,6 @@ def num_collectives(group: dist.ProcessGroup | None = None) -> int:
     handle = group or dist.group.WORLD
     assert handle is not None
     try:
-        return int(torch_internals.sequence_number(handle))
+        return int(torch_private.sequence_number(handle))
     except RuntimeError:
         return 0

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from shardwise.comm.rank_progress import Standing
 from shardwise.comm.stall import Stall
-from shardwise.torch_internals import PrefixStore, Store
+from shardwise.torch_internals.torch_private import PrefixStore, Store
 
 # The collectives that a rank has issued, in order: comparison of ranks → group → names.
 History = dict[str, dict[str, list[str]]]

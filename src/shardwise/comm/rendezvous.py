@@ -12,7 +12,7 @@ import torch.distributed as dist
 from shardwise.comm.agreement import RanksMissing, about
 from shardwise.comm.job_environment import Rendezvous
 from shardwise.errors import InvalidJob
-from shardwise.torch_internals import FileStore, HashStore, PrefixStore, Store, TCPStore
+from shardwise.torch_internals.torch_private import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 _POLL_SECONDS = 0.01
 _HINT = "the output of those ranks says why"

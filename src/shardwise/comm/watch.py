@@ -26,7 +26,6 @@ from uuid import uuid4
 
 import torch.distributed as dist
 
-from shardwise import torch_internals
 from shardwise.comm.agreement import RanksDisagree
 from shardwise.comm.barrier import in_barrier
 from shardwise.comm.groups import job_timeout
@@ -38,7 +37,8 @@ from shardwise.comm.record_writer import RECORDS
 from shardwise.comm.small_collectives import from_first
 from shardwise.comm.stall import Stall, find_missed, find_stall
 from shardwise.errors import InvalidPlan, ShardwiseError
-from shardwise.torch_internals import Store
+from shardwise.torch_internals import torch_private
+from shardwise.torch_internals.torch_private import Store
 
 # One rank may save, evaluate or download for minutes while the others wait; NCCL gives up after 600 s.
 WATCH_SECONDS = 300.0
@@ -62,7 +62,7 @@ def watch_over(user: object, *, limit_seconds: float, waits_on_host: bool, issue
     PROGRESS.restart()
     if not limit_seconds or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return
-    store = torch_internals.default_store()
+    store = torch_private.default_store()
     # Keeps this model apart from what earlier ones of the job have left in the store.
     token = from_first(uuid4().hex)
 
@@ -254,7 +254,7 @@ class Watch:
 
     def _in_job(self) -> bool:
         """Return whether this process is still in the job: after that, the store may end with any rank."""
-        return dist.is_initialized() and torch_internals.default_store() is self._job_store
+        return dist.is_initialized() and torch_private.default_store() is self._job_store
 
     def _read(self, idle: float) -> None:
         for rank, (number, standing) in self._board.read_standings().items():

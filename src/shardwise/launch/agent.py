@@ -22,12 +22,12 @@ from typing import Any
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-from shardwise import torch_internals
 from shardwise.autopsy.own_record import clear_records, path_of
 from shardwise.launch.failure import LAST_WORDS_SECONDS, Failure, ended, first, reported
 from shardwise.launch.one_machine import OneMachine
 from shardwise.launch.rank_files import RankEnvironments, RankFiles, num_threads
 from shardwise.launch.warm_start import WarmStart, forking
+from shardwise.torch_internals import torch_private
 
 _MONITOR_SECONDS = 0.05
 # How long a rank that has failed has to report, from when another rank's error is about it. It may still be saving, or
@@ -84,7 +84,7 @@ class Agent(LocalElasticAgent):
             monitor_interval=_MONITOR_SECONDS,
         )
         # torch's agent calls these two, which are overridden here.
-        torch_internals.need("start_workers", "monitor_workers")
+        torch_private.need("start_workers", "monitor_workers")
         super().__init__(spec, RankEnvironments(files))
         self._command, self._imports = command, imports
         self._warm: WarmStart | None = None

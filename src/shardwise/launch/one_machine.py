@@ -2,7 +2,7 @@
 
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from shardwise.torch_internals import HashStore
+from shardwise.torch_internals.torch_private import HashStore
 
 
 class OneMachine(RendezvousHandler):

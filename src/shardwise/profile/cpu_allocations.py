@@ -21,6 +21,7 @@ from typing import Any, Self
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from shardwise.profile.memory_ledger import FOREVER, Allocation
+from shardwise.torch_internals import torch_private
 
 _MARK = "shardwise/"
 _LOG_LEVEL = "KINETO_LOG_LEVEL"
@@ -49,8 +50,11 @@ class LiveBytes:
 
     def __exit__(self, *error: Any) -> None:
         # Skips building the events that the profiler would show, which takes longer than a step.
-        self._profile.profiler._parse_kineto_results = lambda *results, **options: []
-        self._profile.__exit__(*error)
+        before = torch_private.replace("parse_kineto_results", lambda *results, **options: [])
+        try:
+            self._profile.__exit__(*error)
+        finally:
+            torch_private.replace("parse_kineto_results", before)
         tree = self._profile.profiler.kineto_results.experimental_event_tree()
         self._read(sorted(_flatten(tree), key=lambda event: event.start_time_ns))
         # Frees hundreds of thousands of events.

@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 
 from shardwise.profile.memory_ledger import Allocation
+from shardwise.torch_internals import torch_private
 
 _MOST_EVENTS = 2**23
 
@@ -32,13 +33,14 @@ class AllocatorHistory:
 
     def __enter__(self) -> Self:
         context = "all" if self._stacks else None
-        torch.cuda.memory._record_memory_history("all", context=context, stacks="python", max_entries=_MOST_EVENTS)
+        record = torch_private.record_memory_history
+        record(enabled="all", context=context, stacks="python", max_entries=_MOST_EVENTS)
         return self
 
     def __exit__(self, *error: Any) -> None:
         torch.cuda.synchronize()
-        self.snapshot = torch.cuda.memory._snapshot()
-        torch.cuda.memory._record_memory_history(enabled=None)
+        self.snapshot = torch_private.memory_snapshot()
+        torch_private.record_memory_history(enabled=None)
         events = self.snapshot["device_traces"][torch.cuda.current_device()]
         self._times = [event["time_us"] for event in events]
         self.allocations = list(_allocations(events))

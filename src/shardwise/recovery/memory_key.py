@@ -14,7 +14,7 @@ from shardwise.errors import CheckpointError, InvalidJob
 from shardwise.files.atomic import atomic_write
 from shardwise.files.regular_file import read_at_most
 from shardwise.recovery.memory_folder import free_memory, is_key, new_key
-from shardwise.torch_internals import TCPStore
+from shardwise.torch_internals.torch_private import TCPStore
 
 FILE_NAME = "snapshots.json"
 _IN_STORE = "shardwise/snapshots"

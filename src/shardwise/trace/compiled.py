@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from shardwise.errors import TorchChanged
 from shardwise.spec import ROOT
+from shardwise.torch_internals import torch_private
 from shardwise.trace.cut import geometry, kind_of
 from shardwise.trace.patch import replaced_forward
 from shardwise.trace.recorder import OpRecorder
@@ -66,7 +66,7 @@ class _Compiler:
                 found = self._known[key]
                 if found is None:
                     return forward(*inputs, **options)
-                with _disable_current_modes():
+                with torch_private.disable_current_modes():
                     return found(call.state, call.tensors)
 
             return run
@@ -74,9 +74,6 @@ class _Compiler:
         return wrap
 
     def _compiled(self, call: "_Call") -> Compiled | None:
-        from torch._functorch.aot_autograd import aot_function
-        from torch._inductor.decomposition import select_decomp_table
-
         from shardwise.trace.fused_graph import FusedGraph
 
         graphs: list[FusedGraph] = []
@@ -85,19 +82,21 @@ class _Compiler:
             graphs.append(FusedGraph(gm.graph, recorder=self._recorder))
             return graphs[-1]
 
-        compiled: Compiled = aot_function(
+        compiled: Compiled = torch_private.aot_function(
             call.without_tensors(self._kernels),
             follow,
             # Parameters and buffers exist in any case: saving them is free, as in torch.compile.
             partition_fn=partial(_partition, num_free=len(call.state)),
-            decompositions=select_decomp_table(),
+            decompositions=torch_private.select_decomp_table(),
             num_params_buffers=len(call.state),
         )
         before = len(self._recorder.entries)
         try:
             # With copies: torch keeps the tensors that it compiles for. What they save for backward does not count.
-            with _disable_current_modes(), saved_tensors_hooks(_same, _same):
+            with torch_private.disable_current_modes(), saved_tensors_hooks(_same, _same):
                 compiled(_empty_copies(call.state), _empty_copies(call.tensors))
+        except TorchChanged:
+            raise
         except Exception:  # anything from the model or from torch; the uncompiled model raises it again
             if graphs:
                 raise
@@ -124,7 +123,7 @@ class _Call:
         def run(state: list[Tensor], tensors: list[Tensor]) -> Any:
             given = iter(tensors)
             inputs, options = tree_unflatten([next(given) if leaf is _TENSOR else leaf for leaf in others], tree)
-            with kernels(), _reparametrize_module(module, dict(zip(names, state, strict=True))):
+            with kernels(), torch_private.reparametrize_module(module, dict(zip(names, state, strict=True))):
                 return forward(*inputs, **options)
 
         return run
@@ -132,10 +131,8 @@ class _Call:
 
 def _partition(*joint: Any, num_free: int, **options: Any) -> Any:
     """Split forward and backward; saving the first `num_free` inputs costs nothing."""
-    from torch._inductor.compile_fx import partition_fn
-
     options["static_lifetime_input_indices"] = list(range(num_free))
-    return partition_fn(*joint, **options)
+    return torch_private.partition_fn(*joint, **options)
 
 
 def _empty_copies(tensors: list[Tensor]) -> list[Tensor]:

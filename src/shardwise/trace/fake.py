@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 
 from shardwise.engine.guards.carried import carried_tensors
 from shardwise.spec.step import FP8_WAYS
+from shardwise.torch_internals.torch_private import BatchNorm, FakeTensorMode
 
 COMPUTE_DTYPES: dict[str, torch.dtype | None] = {
     "fp32": torch.float32,
@@ -40,7 +39,7 @@ def fake_model(
     try:
         for module in model.modules():
             dtype = COMPUTE_DTYPES[computes_in]
-            if dtype is not None and isinstance(module, _BatchNorm):
+            if dtype is not None and isinstance(module, BatchNorm):
                 dtype = torch.float32
             tables: list[dict[str, Any]] = [module._parameters, module._buffers] if id(module) not in skipped else []
             for table in tables:

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._inductor import lowering
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from shardwise.torch_internals import torch_private
+from shardwise.torch_internals.torch_private import OpOverload
 from shardwise.trace.recorder import OpRecorder
 
 # Inductor recomputes a value for each of several readers if it reads no more buffers than this
@@ -48,7 +48,7 @@ class FusedGraph:
         self._frees = _last_reads(kernels.steps, inputs=self._inputs, kept=kernels.buffers_of(graph.output_node()))
 
     def __call__(self, args: list[Any]) -> list[Any]:
-        with _disable_current_modes():
+        with torch_private.disable_current_modes():
             values: dict[fx.Node, Any] = dict(zip(self._inputs, args, strict=True))
             args.clear()
             self._free(values, self._frees[0])
@@ -190,7 +190,7 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
 
 def _is_view(node: fx.Node) -> bool:
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         # getitem of a tuple.
         return node.op == "call_function"
     return _name(node) == "_unsafe_view" or any(
@@ -201,13 +201,17 @@ def _is_view(node: fx.Node) -> bool:
 def _is_called(node: fx.Node) -> bool:
     """Return whether it is an external kernel, of a library or of torch, which Inductor calls."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or _is_view(node):
+    if not isinstance(target, OpOverload) or _is_view(node):
         return False
-    return target.overloadpacket in flop_registry or target in lowering.fallbacks or target not in lowering.lowerings
+    return (
+        target.overloadpacket in flop_registry
+        or target in torch_private.fallbacks
+        or target not in torch_private.lowerings
+    )
 
 
 def _is_fusible(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and not _is_view(node) and not _is_called(node)
+    return isinstance(node.target, OpOverload) and not _is_view(node) and not _is_called(node)
 
 
 def _is_reduction(node: fx.Node) -> bool:
@@ -218,4 +222,4 @@ def _is_reduction(node: fx.Node) -> bool:
 
 
 def _name(node: fx.Node) -> str:
-    return str(node.target.overloadpacket.__name__) if isinstance(node.target, torch._ops.OpOverload) else ""
+    return str(node.target.overloadpacket.__name__) if isinstance(node.target, OpOverload) else ""

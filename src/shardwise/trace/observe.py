@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.autograd.graph import _engine_run_backward
 from torch.utils._pytree import tree_leaves
 
 from shardwise.engine.activations.recompute import recompute_unit
@@ -25,6 +23,12 @@ from shardwise.spec.step import (
     COMPILED,
     GRADS_READY,
     Run,
+)
+from shardwise.torch_internals import torch_private
+from shardwise.torch_internals.torch_private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
 )
 from shardwise.trace.compiled import compiled_units
 from shardwise.trace.cut import CannotCutError, Skipper
@@ -147,7 +151,7 @@ def _backward(loss: Tensor) -> None:
     """
     if loss.numel() != 1:
         raise ValueError(f"the loss must be a scalar; it has the shape {tuple(loss.shape)}")
-    _engine_run_backward(
+    torch_private.engine_run_backward(
         (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
 

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from shardwise.torch_internals.torch_private import FakeTensor, TorchDispatchMode
 from shardwise.trace.values import KnownValues, tensors_in
 
 
@@ -130,7 +129,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outputs = tensors_in(out)
         is_copy = func is torch.ops.aten._to_copy.default and inputs[0].untyped_storage()._cdata in self._weights
         before = len(self.entries)
-        in_fp32 = self._in_fp32.get(func._overloadpacket.__name__, ())
+        in_fp32 = self._in_fp32.get(func.overloadpacket.__name__, ())
         for place, tensor in enumerate(outputs):
             size = 4 if place in in_fp32 else tensor.element_size()
             self._watch(tensor, times=size // tensor.element_size(), is_weight_copy=is_copy)
@@ -174,7 +173,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _operation(
         self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any, inputs: list[Tensor], outputs: list[Tensor]
     ) -> Did:
-        name = func._overloadpacket.__name__
+        name = func.overloadpacket.__name__
         if name == "_grouped_mm":
             return _grouped_product(inputs, outputs)
         scratch = self._scratch.get(name)
@@ -238,11 +237,11 @@ def _num_bytes(tensors: Iterable[Tensor]) -> int:
 
 def _num_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
     """Count operations as torch does, but of causal attention only the half that its kernels compute."""
-    count = flop_registry.get(func._overloadpacket)
+    count = flop_registry.get(func.overloadpacket)
     if count is None:
         return 0
     given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs)
-    name = func._overloadpacket.__name__
+    name = func.overloadpacket.__name__
     if name.startswith("_scaled_dot_product"):
         # torch 2.11 cannot count attention whose heads share keys.
         query, key, value = given["query"], given["key"], given["value"]
@@ -299,7 +298,7 @@ def _strided(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> tuple[in
 
     If all operands have the same layout without gaps, the kernel reads several elements at a time: return ().
     """
-    name = func._overloadpacket.__name__
+    name = func.overloadpacket.__name__
     if name == "slice_backward":
         # It fills zeros and copies into a part of them.
         return (outputs[0].numel(),)

@@ -13,10 +13,11 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
+
+from shardwise.torch_internals import torch_private
+from shardwise.torch_internals.torch_private import FakeTensor
 
 # The assumed value of a random number between 0 and 1.
 _DRAWN = 0.5
@@ -44,12 +45,12 @@ class KnownValues:
         """Run an operation, of whose inputs these are tensors."""
         known = all(self._is_known(tensor) for tensor in tensors)
         if known and func is torch.ops.aten._local_scalar_dense.default:
-            with _disable_current_modes():
+            with torch_private.disable_current_modes():
                 return self._value(tensors[0]).item()
         out = func(*args, **options)
         if func is torch.ops.aten.rand.default and out.numel() == 1:
             # Such as `if torch.rand([]) < layerdrop`: most layers are kept, and that is the most expensive step.
-            with _disable_current_modes():
+            with torch_private.disable_current_modes():
                 self._real[out] = torch.full(out.shape, _DRAWN, dtype=out.dtype)
             return out
         if not known or torch.Tag.nondeterministic_seeded in func.tags:
@@ -73,7 +74,7 @@ class KnownValues:
         real_args, real_options = tree_map_only(Tensor, self._value, (args, options))
         if options.get("device") is not None:
             real_options["device"] = torch.device("cpu")
-        with _disable_current_modes(), torch.no_grad():
+        with torch_private.disable_current_modes(), torch.no_grad():
             real = func(*real_args, **real_options)
         for fake_leaf, real_leaf in zip(tree_leaves(out), tree_leaves(real), strict=True):
             if isinstance(fake_leaf, Tensor):

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import InvalidModel
+from shardwise.torch_internals import torch_private
+from shardwise.torch_internals.torch_private import DisableTorchFunctionSubclass
 
 _HUGGING_FACE = ("transformers.modeling_utils", "PreTrainedModel")
 
@@ -73,10 +75,10 @@ def _own_meta_tensors(module: nn.Module) -> Iterator[tuple[dict[str, Tensor], st
 def _empty_like(tensor: Tensor, *, device: torch.device | str) -> Tensor:
     if not isinstance(tensor, nn.Parameter):
         return _empty(tensor, device=device)
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         empty = _empty(tensor.data, device=device)
         # Of the same class and with its attributes: a quantised weight carries the scales that unpack it.
-        made = torch.Tensor._make_subclass(type(tensor), empty, tensor.requires_grad)
+        made = torch_private.make_subclass(type(tensor), empty, tensor.requires_grad)
     vars(made).update(vars(tensor))
     return made
 

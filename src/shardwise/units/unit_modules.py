@@ -11,13 +11,13 @@ from dataclasses import replace
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
 from shardwise.errors import InvalidModel
 from shardwise.plan.policy import Cut, UnitPolicy
 from shardwise.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
+from shardwise.torch_internals.torch_private import BatchNorm
 
 _STACKS = (nn.ModuleList, nn.Sequential)
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -227,7 +227,7 @@ def _owners(model: nn.Module, *, modules: dict[str, nn.Module]) -> list[tuple[st
                 dtype=str(tensor.dtype).removeprefix("torch."),
                 trainable=tensor.requires_grad,
                 persistent=not is_buffer or path in saved,
-                keep_fp32=isinstance(model.get_submodule(holder), _BatchNorm),
+                keep_fp32=isinstance(model.get_submodule(holder), BatchNorm),
                 linear=path.endswith("weight") and is_plain_linear(model.get_submodule(holder)),
             )
             found[id(tensor)] = ([holder], is_buffer, spec)

@@ -1,6 +1,6 @@
 """The versions of torch that the whole test suite was run on, and those of the libraries that our integrations extend.
 
-The engine uses private names of torch (torch_internals.py), and the integrations override methods of the libraries,
+The engine uses private names of torch (torch_internals/), and the integrations override methods of the libraries,
 some of them private: another version may have changed them. Newer ones are not refused; a warning names them.
 """
 
