@@ -12,12 +12,12 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
-from torch.autograd import Variable
 
 from shardwise.errors import InvalidModel
 from shardwise.program.left_tensors import PLAIN, Attributes, kept, leaves, own_modules
 from shardwise.spec import ANNOUNCED, NONE, UNANNOUNCED
+from shardwise.torch_internals import torch_private
+from shardwise.torch_internals.torch_private import DisableTorchFunctionSubclass, disable_dynamo
 from shardwise.units import called_modules
 
 UnitT = TypeVar("UnitT", bound=Hashable)
@@ -152,7 +152,7 @@ class StepHooks(Generic[UnitT]):
         A backward in which this model has no part yet may run a training forward of all of it, and a backward inside,
         from a hook: a loss that has cached the gradients of embeddings.
         """
-        task = torch._C._current_graph_task_id()
+        task = torch_private.current_graph_task_id()
         if unit is self._root and not self.in_backward and torch.is_grad_enabled():
             self._task = task
         return task != -1 and (self.in_backward or task != self._task)
@@ -201,7 +201,7 @@ class StepHooks(Generic[UnitT]):
         for grads in self.grads.values():
             grads.arrived.clear()
             grads.closed = False
-        Variable._execution_engine.queue_callback(self._end_backward)
+        torch_private.queue_callback(self._end_backward)
 
     def _begin_with(self, unit: UnitT, parameter: Tensor) -> None:
         """Begin a backward with a gradient (a penalty on the weights), not at the model's outputs.
@@ -209,7 +209,7 @@ class StepHooks(Generic[UnitT]):
         The gradient belongs to this backward, so the listener must not take it for an earlier one.
         """
         # It may be of a class of the engine that guards reads of its gradient.
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             if self.on_first_grad is not None:
                 self.on_first_grad(unit, parameter)
             grad, parameter.grad = parameter.grad, None
@@ -258,16 +258,16 @@ def announce_also(result: Tensor, *, output: Tensor) -> None:
 
 def recomputing() -> bool:
     """Return whether this thread runs a backward: then a forward is a recomputation."""
-    return torch._C._current_graph_task_id() != -1
+    return torch_private.current_graph_task_id() != -1
 
 
 def transforming() -> bool:
     """Return whether torch.func (vmap, grad, …) transforms what runs: it is not part of a step."""
-    return torch._C._functorch.peek_interpreter_stack() is not None and torch.is_grad_enabled()
+    return torch_private.peek_interpreter_stack() is not None and torch.is_grad_enabled()
 
 
 # torch.compile would compile a unit's hooks along with its forward.
-@_disable_dynamo
+@disable_dynamo
 def _before_forward(hooks: StepHooks[UnitT], unit: UnitT, module: nn.Module, inputs: Any) -> None:
     if hooks.repeats(unit):
         hooks.listener.recompute(unit)
@@ -275,7 +275,7 @@ def _before_forward(hooks: StepHooks[UnitT], unit: UnitT, module: nn.Module, inp
         hooks.begin_forward(unit)
 
 
-@_disable_dynamo
+@disable_dynamo
 def _after_forward(
     hooks: StepHooks[UnitT],
     unit: UnitT,

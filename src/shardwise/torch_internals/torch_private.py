@@ -27,10 +27,15 @@ def need(*names: str) -> None:
             globals()[name] = _checked(PRIVATE[name])
 
 
+def place(name: str) -> tuple[Any, str]:
+    """Return the object of torch that has a name, and the name in it, to put something else there."""
+    need(name)
+    return _owner(PRIVATE[name].path)
+
+
 def replace(name: str, value: object) -> Any:
     """Put `value` in torch's place under a name; return what was there."""
-    need(name)
-    owner, attribute = _owner(PRIVATE[name].path)
+    owner, attribute = place(name)
     before = getattr(owner, attribute)
     setattr(owner, attribute, value)
     return before

@@ -26,6 +26,7 @@ from shardwise.engine.activations.saved import Kept, SavedTensor, detach
 from shardwise.engine.core.flat_buffers import unguarded
 from shardwise.engine.core.step_events import StepEvents
 from shardwise.engine.offload.transfer import Lane, lane_of
+from shardwise.torch_internals import torch_private
 
 # It is cheaper to keep smaller storages than to copy them.
 _LEAST_BYTES_ON_GPU = 2**20
@@ -104,7 +105,7 @@ class ActivationOffload:
                     self._release(copy)
 
     def _number(self) -> int:
-        if torch._C._current_graph_task_id() != -1:
+        if torch_private.current_graph_task_id() != -1:
             return -2  # the user's own checkpointing calls the unit again
         if not self._in_forward:
             self._in_forward = True
@@ -166,7 +167,7 @@ class ActivationOffload:
 
     def _reach(self, call: "_Call") -> None:
         """Note that backward has reached a call: begin to copy in its tensors and those of the call before it."""
-        task = torch._C._current_graph_task_id()
+        task = torch_private.current_graph_task_id()
         if task in (-1, call.task):
             return
         call.task = task
@@ -176,7 +177,7 @@ class ActivationOffload:
             self._outgoing.clear()
         left = self._at() if self._at is not None else None
         self._at = weakref.ref(call)
-        if left is not None and torch._C._autograd._get_current_graph_task_keep_graph():
+        if left is not None and torch_private.keeps_graph():
             # Autograd keeps these for another backward.
             for copy in left.saved():
                 self._release(copy)

@@ -1,7 +1,8 @@
 """Tensors that are saved for backward: on the device (Kept), or elsewhere (offload.py)."""
 
-import torch
 from torch import Tensor
+
+from shardwise.torch_internals.torch_private import ADInplaceOrView, ExcludeDispatchKey
 
 
 class SavedTensor:
@@ -39,5 +40,5 @@ class Kept(SavedTensor):
 
 def detach(tensor: Tensor) -> Tensor:
     """Detach a tensor so that both share one version counter, even if this is called below autograd."""
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+    with ExcludeDispatchKey(ADInplaceOrView, False):
         return tensor.detach()

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.engine.activations.saved import Kept, SavedTensor
+from shardwise.torch_internals import torch_private
+from shardwise.torch_internals.torch_private import OpOverload, TorchDispatchMode
 
 _PRODUCTS = frozenset(
     f"aten::{name}"
@@ -34,7 +35,7 @@ def is_product(operation: Any) -> bool:
 
     Not those of an operation that writes into its arguments, which has to run again.
     """
-    if not isinstance(operation, torch._ops.OpOverload) or operation._schema.is_mutable:
+    if not isinstance(operation, OpOverload) or operation._schema.is_mutable:
         return False
     name = operation._schema.name
     return name in _PRODUCTS or (("attention" in name or "attn" in name) and "backward" not in name)
@@ -43,7 +44,7 @@ def is_product(operation: Any) -> bool:
 @cache
 def written_arguments(operation: Any) -> tuple[int, ...]:
     """Return the positions of the arguments that an operation writes into."""
-    if not isinstance(operation, torch._ops.OpOverload) or not operation._schema.is_mutable:
+    if not isinstance(operation, OpOverload) or not operation._schema.is_mutable:
         return ()
     arguments = enumerate(operation._schema.arguments)
     return tuple(at for at, argument in arguments if argument.alias_info is not None and argument.alias_info.is_write)
@@ -155,7 +156,7 @@ class Give(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.position = 0
         self.in_order = True
         # Then each product is dropped when it is used; if it is needed again, it is computed again.
-        self.last_backward = not torch._C._autograd._get_current_graph_task_keep_graph()
+        self.last_backward = not torch_private.keeps_graph()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         product = self._next(func) if _keeping.any and is_product(func) else None

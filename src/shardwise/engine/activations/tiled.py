@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import get_device_states, set_device_states
 
@@ -24,6 +23,8 @@ from shardwise.engine.activations.selective import keeping_no_products
 from shardwise.engine.activations.tiled_logits import TiledLogits
 from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.plan.patterns import Patterns, unmatched
+from shardwise.torch_internals import torch_private
+from shardwise.torch_internals.torch_private import disable_dynamo
 from shardwise.vocabulary.heads import HEADS
 
 TokenFunction = Callable[..., Tensor]
@@ -54,7 +55,7 @@ def tile_modules(
         kind = TiledHead if _is_head(module, name=name) and not _is_in_unit(name, units=units) else TiledModule
         tiled = kind(module, name=name, tokens=tokens, dtype=dtype, verifies=verifies)
         # Compiled code would have to contain the loop over the tiles.
-        undo.append(replace_forward(module, _disable_dynamo(functools.wraps(module.forward)(tiled))))
+        undo.append(replace_forward(module, disable_dynamo(functools.wraps(module.forward)(tiled))))
     return undo
 
 
@@ -217,7 +218,7 @@ class _Tiled(torch.autograd.Function):
                 if needs_x:
                     targets[number].copy_(found[0])
                 _add(sums, found[int(needs_x) :], dtype=tiled.dtype)
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
+        if not torch_private.keeps_graph():
             # As autograd frees what it has saved; this node lives as long as the loss.
             ctx.random = None
         own = [None if total is None else total.to(param.dtype) for total, param in zip(sums, params, strict=True)]

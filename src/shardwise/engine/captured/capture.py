@@ -91,7 +91,7 @@ def _why_not(engine: Engine, model: nn.Module, optimizer: Optimizer) -> str | No
 
 def _why_not_unasked(model: nn.Module) -> str:
     """Return why capture = 'auto' does not capture a model that capture = 'on' would; "" if it does."""
-    if any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
+    if any(module._compiled_call_impl is not None for module in model.modules()):
         return (
             "it has modules that were compiled outside of the plan; set compile in the plan instead, or capture = 'on'"
         )

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.nn.modules.batchnorm import _NormBase
 
 from shardwise.engine.core.inference_tensors import uncounted, versions
 from shardwise.engine.core.step_events import heard_by
@@ -14,6 +13,7 @@ from shardwise.engine.graphs.compile_clock import CompileClock
 from shardwise.engine.graphs.python_state import PythonState, generators
 from shardwise.engine.graphs.reads import Read, noting_reads
 from shardwise.engine.graphs.step_device import StepDevice
+from shardwise.torch_internals.torch_private import NormBase
 
 _GENERATORS = ("torch's", "Python's", "numpy's")
 
@@ -92,7 +92,7 @@ class ProbedStep:
 
     def _statistics(self) -> set[int]:
         """Return the ids of tensors that torch writes without counting: statistics of batch normalisation."""
-        norms = [module for module in self._engine.core.model.modules() if isinstance(module, _NormBase)]
+        norms = [module for module in self._engine.core.model.modules() if isinstance(module, NormBase)]
         statistics = (tensor for norm in norms if norm.training for tensor in (norm.running_mean, norm.running_var))
         return {id(tensor) for tensor in statistics if tensor is not None}
 

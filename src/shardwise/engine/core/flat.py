@@ -8,7 +8,6 @@ dtype.
 import weakref
 from collections.abc import Collection, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from shardwise.engine.core.flat_buffers import FlatBuffers, Owned, cut_pieces, u
 from shardwise.engine.core.host_states import HostMemory
 from shardwise.plan.placement import SHARDED, Placement
 from shardwise.program.buffers import FlatSpec
+from shardwise.torch_internals import torch_private
 from shardwise.vocabulary.layout import ALIGNMENT, cut_out
 
 
@@ -276,7 +276,7 @@ def set_grad(parameter: nn.Parameter, grad: Tensor) -> None:
         parameter.grad = grad
         return
     # Not `parameter.data`, which is guarded (guards/written.py).
-    data: Any = torch._C.TensorBase.__dict__["data"]
+    data = torch_private.tensor_data
     there = data.__get__(parameter)
     data.__set__(parameter, grad)
     parameter.grad = grad

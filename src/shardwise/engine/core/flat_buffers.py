@@ -27,6 +27,7 @@ from shardwise.engine.core.master_writes import MasterWrites
 from shardwise.engine.core.precision import torch_dtype
 from shardwise.plan.placement import SHARDED, Placement
 from shardwise.program.buffers import FlatSpec
+from shardwise.torch_internals.torch_private import DisableTorchFunctionSubclass
 from shardwise.vocabulary.layout import ALIGNMENT, BufferCut
 
 _AT_ONCE: AbstractContextManager[None] = nullcontext()
@@ -347,7 +348,7 @@ class FlatBuffers:
 
 def unguarded() -> Any:
     """Return a context in which parameters that a guard watches (guards/guard.py) are handled without asking it."""
-    return torch._C.DisableTorchFunctionSubclass()
+    return DisableTorchFunctionSubclass()
 
 
 @torch.no_grad()

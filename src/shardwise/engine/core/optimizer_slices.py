@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 from torch import nn
-from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from shardwise.comm.rank_progress import PROGRESS, UPDATE
@@ -18,6 +17,7 @@ from shardwise.engine.core.core import Core
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.step_errors import frozen_has_gradient
 from shardwise.plan.placement import SHARDED
+from shardwise.torch_internals.torch_private import disable_dynamo
 
 
 class OptimizerSlices:
@@ -54,11 +54,11 @@ class OptimizerSlices:
         closure = StepClosure(lambda: self.before_step(held_weakly()))
 
         # torch.compile(optimizer.step) compiles the update, not what is around it.
-        @_disable_dynamo
+        @disable_dynamo
         def begin(one: Optimizer, *given: Any) -> Any:
             return closure.begin(*given)
 
-        @_disable_dynamo
+        @disable_dynamo
         def end(one: Optimizer, *_: Any) -> None:
             if closure.end(one):
                 self._end_step(one, closure)

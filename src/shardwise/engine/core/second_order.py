@@ -7,6 +7,7 @@ from torch import nn
 
 from shardwise.engine.core import step_errors
 from shardwise.engine.core.unit import Unit
+from shardwise.torch_internals import torch_private
 
 
 def leave_to_autograd(units: Iterable[Unit]) -> None:
@@ -27,7 +28,7 @@ def _accumulates(parameter: nn.Parameter) -> bool:
     if not parameter.requires_grad:
         return False
     try:
-        return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node)
+        return torch_private.will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node)
     except RuntimeError:
         # torch's answer for a parameter whose gradient torch.autograd.grad returns.
         return False

@@ -11,6 +11,7 @@ from shardwise.comm.groups import Group
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.flat_buffers import unguarded
 from shardwise.engine.core.gradient_memory import GradientMemory
+from shardwise.torch_internals import torch_private
 
 
 class Segment:
@@ -169,5 +170,5 @@ class _Kept:
 
     def is_unused(self) -> bool:
         """Return whether no gradient refers to it any more: only the buffer, our views and this call do."""
-        num_uses = int(torch._C._storage_Use_Count(self.buffer.untyped_storage()._cdata))
+        num_uses = int(torch_private.storage_use_count(self.buffer.untyped_storage()._cdata))
         return num_uses == 2 + sum(map(len, self.views))

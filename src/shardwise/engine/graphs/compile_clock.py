@@ -4,6 +4,8 @@ import time
 from types import TracebackType
 from typing import Any, Self
 
+from shardwise.torch_internals import torch_private
+
 
 class CompileClock:
     """Counts compilations inside `with clock:`, and adds up their seconds. It may be entered several times.
@@ -19,7 +21,7 @@ class CompileClock:
 
     def __enter__(self) -> Self:
         # Registered each time, because a user's torch._dynamo.reset() drops callbacks.
-        handler = _handler()
+        handler = torch_private.callback_handler
         handler.register_start_callback(self._start)
         handler.register_end_callback(self._end)
         return self
@@ -27,7 +29,7 @@ class CompileClock:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        handler = _handler()
+        handler = torch_private.callback_handler
         if self._start in handler.start_callbacks:
             handler.remove_start_callback(self._start)
         if self._end in handler.end_callbacks:
@@ -39,9 +41,3 @@ class CompileClock:
 
     def _end(self, _: Any) -> None:
         self.seconds += time.perf_counter() - self._began
-
-
-def _handler() -> Any:
-    from torch._dynamo.callback import callback_handler
-
-    return callback_handler

@@ -22,7 +22,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
+
+from shardwise.torch_internals import torch_private
+from shardwise.torch_internals.torch_private import disable_dynamo
 
 # Each returns a value to Python, and so waits for the device.
 _NUMBERS = ("item", "tolist", "__int__", "__float__", "__complex__", "__index__")
@@ -138,9 +140,9 @@ def _replaced_reads(device_type: str, *, thread: int, truth: _Reader, number: _R
         own = getattr(Tensor, name)
 
         # Otherwise compiled code that calls it would compile it too.
-        @_disable_dynamo
+        @disable_dynamo
         def read(tensor: Tensor) -> Any:
-            ours = threading.get_ident() == thread or torch._C._current_graph_task_id() != -1
+            ours = threading.get_ident() == thread or torch_private.current_graph_task_id() != -1
             if tensor.device.type != device_type or not ours:
                 return own(tensor)
             is_truth = name == "__bool__" or (name == "item" and tensor.dtype == torch.bool)
@@ -187,21 +189,21 @@ def hidden_capture() -> Iterator[None]:
     function would be compiled again for another one.
     """
     graphs: Any = torch.cuda.graphs
-    truth, function = graphs._cuda_isCurrentStreamCapturing, graphs.is_current_stream_capturing.__code__
+    function = graphs.is_current_stream_capturing.__code__
 
-    @_disable_dynamo
+    @disable_dynamo
     def answer() -> bool:
         frame = sys._getframe(1)
         while frame.f_code is not function and frame.f_back is not None:
             frame = frame.f_back
         asking = frame.f_back.f_globals.get("__name__", "") if frame.f_back is not None else ""
-        return bool(truth()) if str(asking).partition(".")[0] in _OWN_PACKAGES else False
+        return bool(torch_private.is_stream_capturing()) if str(asking).partition(".")[0] in _OWN_PACKAGES else False
 
-    graphs._cuda_isCurrentStreamCapturing = answer
+    before = torch_private.replace("is_stream_capturing", answer)
     try:
         yield
     finally:
-        graphs._cuda_isCurrentStreamCapturing = truth
+        torch_private.replace("is_stream_capturing", before)
 
 
 def _place(frame: FrameType | None) -> str:

@@ -4,6 +4,8 @@ from contextlib import suppress
 
 import torch
 
+from shardwise.torch_internals import torch_private
+
 Block = tuple[int, int]
 """Start and end address of a block in use."""
 
@@ -42,7 +44,7 @@ class StepPool:
     def begin(self) -> None:
         if not self.is_filled:
             with torch.cuda.stream(self._stream):
-                torch._C._cuda_beginAllocateCurrentStreamToPool(self._device, self.id)
+                torch_private.begin_allocate_stream_to_pool(self._device, self.id)
             self.is_filled = True
 
     def end(self) -> None:
@@ -51,8 +53,8 @@ class StepPool:
             self.is_filled = False
 
     def _end(self) -> None:
-        torch._C._cuda_endAllocateToPool(self._device, self.id)
-        torch._C._cuda_releasePool(self._device, self.id)
+        torch_private.end_allocate_to_pool(self._device, self.id)
+        torch_private.release_pool(self._device, self.id)
 
     def abort(self) -> None:
         """End the use of the pool after a failed capture, which not all versions of torch do."""

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardwise.engine.core.flat import FlatParams
+from shardwise.torch_internals.torch_private import DisableTorchFunctionSubclass, is_traceable_wrapper_subclass
 
 # Levels of attributes that are searched: a parameter → its state → a nested state → its attributes.
 _DEPTH = 4
@@ -36,7 +36,7 @@ def carried_tensors(parameter: nn.Parameter) -> list[tuple[str, Tensor]]:
     found = [(path, value) for path, value in _carried(parameter) if isinstance(value, Tensor)]
     if not found or parameter.is_meta:
         return found
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         own = parameter.data_ptr()
     return [(path, tensor) for path, tensor in found if tensor.data_ptr() != own]
 
@@ -68,7 +68,7 @@ def follow_carried(flat: FlatParams, index: int, parameter: nn.Parameter, module
     bitsandbytes' int8 weights have one as an attribute, and after the first forward in a state of the module. It would
     keep an unsharded copy alive on every rank. Sets `flat.followed` if there is any.
     """
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         own = (parameter.data_ptr(), parameter.shape, parameter.dtype)
     if own[0] != 0:
         place = flat.full_views[index]

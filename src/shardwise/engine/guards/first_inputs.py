@@ -11,11 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.agreement import exchange
 from shardwise.program.hooks import transforming
+from shardwise.torch_internals.torch_private import disable_dynamo
 from shardwise.units import called_modules
 
 # Elements of a tensor that are compared, evenly spread, so that no batch of images is copied from a GPU.
@@ -58,7 +58,7 @@ class FirstInputs:
                 stacklevel=2,
             )
 
-    @_disable_dynamo
+    @disable_dynamo
     def _look(self, module: nn.Module, inputs: Any, options: Any) -> None:
         if torch.is_grad_enabled() and not transforming():
             self._digest = digest((inputs, options))

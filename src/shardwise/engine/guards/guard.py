@@ -10,10 +10,10 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import nn
 
 from shardwise.errors import ShardwiseError
+from shardwise.torch_internals.torch_private import DisableTorchFunctionSubclass
 
 
 class ShardedParameter(ShardwiseError):  # noqa: N818
@@ -63,7 +63,7 @@ class Resting(nn.Parameter):
                     if caller is not _SAVES_STATE:
                         raise
                     refusing = {"_touched": parameter._touched}
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             result = function(*arguments, **(options or {}))
         if refusing or caller is _MAKES_PARAMETER:
             # nn.Parameter(p) wants the class of `p` (weight_norm of a prepared module makes one).

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo
 
 from shardwise.engine.core.core import Core
 from shardwise.program.hooks import recomputing
 from shardwise.spec import ROOT
+from shardwise.torch_internals.torch_private import disable_dynamo
 from shardwise.units import called_modules
 
 # Read by transformers' `generate`, and by dynamo if the first is true (prepared/prepared_module.py).
@@ -89,12 +89,12 @@ class _Generates:
             self._module.__dict__.pop(name, None)
 
 
-@_disable_dynamo
+@disable_dynamo
 def _begin(calls: InnerCalls, module: nn.Module, inputs: Any) -> None:
     if not torch.is_grad_enabled() and not recomputing():
         calls.begin(module)
 
 
-@_disable_dynamo
+@disable_dynamo
 def _end(calls: InnerCalls, module: nn.Module, inputs: Any, output: Any) -> None:
     calls.end(module)

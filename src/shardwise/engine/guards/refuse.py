@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardwise.comm.dtensor import dtensor_types
 from shardwise.engine.guards.description import check_precision
 from shardwise.engine.guards.loaded_sharded import refuse_loaded_sharded
 from shardwise.errors import InvalidModel
 from shardwise.plan import Plan
+from shardwise.torch_internals.torch_private import is_traceable_wrapper_subclass
 from shardwise.vocabulary.while_alive import WhileAlive, hooked
 
 

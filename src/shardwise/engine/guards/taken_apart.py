@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from shardwise.torch_internals.torch_private import is_traceable_wrapper_subclass
 
 Rebuild = Callable[[Iterator[Tensor]], Tensor]
 

@@ -16,18 +16,17 @@ not counted, so between two updates slices have a class that intercepts `p.data`
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.flat_buffers import refresh, unguarded
 from shardwise.errors import InvalidModel
 from shardwise.plan.placement import SHARDED
+from shardwise.torch_internals import torch_private
 
 # torch's own property, which `Slice.data` hides.
-_DATA: Any = torch._C.TensorBase.__dict__["data"]
+_DATA = torch_private.tensor_data
 
 
 class Slice(nn.Parameter):

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -16,6 +15,7 @@ from shardwise.engine.core.step_errors import updated_in_backward
 from shardwise.engine.optimizer.owned import OwnedParameters
 from shardwise.engine.optimizer.scaler import GradScaler, foreign_scaler, noted_step
 from shardwise.errors import InvalidModel
+from shardwise.torch_internals.torch_private import disable_dynamo, place
 from shardwise.vocabulary.while_alive import WhileAlive, hooked, replaced
 
 
@@ -24,7 +24,7 @@ def watch_optimizers(parameters: OwnedParameters) -> None:
     _PREPARED.add(parameters)
 
 
-@_disable_dynamo
+@disable_dynamo
 def _recognise(optimizer: Optimizer, *_: Any) -> None:
     """Adopt an optimizer of a prepared model at its first call. Collective then."""
     for owner in _PREPARED:
@@ -69,7 +69,7 @@ def _clip_grads(clip: Callable[..., Any], parameters: Any, *arguments: Any, **op
 
 _PREPARED: WhileAlive[OwnedParameters] = WhileAlive(
     hooked(register_optimizer_step_pre_hook, _recognise),
-    replaced(torch.nn.utils.clip_grad, "_clip_grads_with_norm_", _clip_grads),
-    replaced(torch.amp.GradScaler, "_unscale_grads_", _unscale_grads),
+    replaced(*place("clip_grads_with_norm"), _clip_grads),
+    replaced(*place("unscale_grads"), _unscale_grads),
     replaced(torch.amp.GradScaler, "step", noted_step),
 )

@@ -287,7 +287,7 @@ def _untouched(device: torch.device) -> Iterator[None]:
 
     On a CPU without bf16, torch stops using oneDNN at its first product in bf16 (Muon's): fp32 would have other bits.
     """
-    onednn = torch._C._get_mkldnn_enabled()
+    onednn = torch.backends.mkldnn.enabled
     devices = [device] if device.type == "cuda" else []
     drawn = random.getstate()
     numpy = sys.modules.get("numpy")
@@ -298,7 +298,8 @@ def _untouched(device: torch.device) -> Iterator[None]:
         try:
             yield
         finally:
-            torch._C._set_mkldnn_enabled(onednn)
+            if torch.backends.mkldnn.enabled != onednn:
+                torch.backends.mkldnn.enabled = onednn
             random.setstate(drawn)
             if numpy is not None:
                 numpy.random.set_state(numpy_drawn)

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
 from shardwise.comm.agreement import meet
@@ -15,6 +14,7 @@ from shardwise.engine.engine import Engine, engine_of
 from shardwise.engine.optimizer.allocate import suit_devices
 from shardwise.engine.optimizer.unsharded_state import named_states, own_states, unsharded_states
 from shardwise.errors import InvalidData
+from shardwise.torch_internals.torch_private import IncompatibleKeys
 
 
 def full_state_dict(
@@ -104,9 +104,7 @@ def full_tensors(engine: Engine, state: Any, *, keep_vars: bool) -> Any:
 
 
 @torch.no_grad()
-def load_tensors(
-    engine: Engine, own: Mapping[str, Any], state: Mapping[str, Any], *, strict: bool
-) -> _IncompatibleKeys:
+def load_tensors(engine: Engine, own: Mapping[str, Any], state: Mapping[str, Any], *, strict: bool) -> IncompatibleKeys:
     """Fill the owned slices from full tensors by name."""
     engine.check_between_steps(what="load_state_dict")
     engine.core.passes.check_values("load_state_dict")
@@ -134,7 +132,7 @@ def load_tensors(
             else:
                 own[name].copy_(state[name])
     engine.core.filled()
-    return _IncompatibleKeys(missing, unexpected)
+    return IncompatibleKeys(missing, unexpected)
 
 
 def _optimizer_state(engine: Engine, optimizer: Optimizer) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from shardwise.engine.core.flat_buffers import unguarded
 from shardwise.engine.unit_graphs.call_form import mapped
 from shardwise.engine.unit_graphs.recorded_call import Grads, RecordedCall
 from shardwise.engine.unit_graphs.static_place import StaticPlace
+from shardwise.torch_internals import torch_private
 
 
 class BackwardReplays(Protocol):
@@ -62,7 +63,7 @@ class ReplayedCall:
                 f"parameter of {self.call.watched.name} changed between forward and backward; step the optimizer "
                 "after backward"
             )
-        keeps_graph = torch.is_grad_enabled() or torch._C._autograd._get_current_graph_task_keep_graph()
+        keeps_graph = torch.is_grad_enabled() or torch_private.keeps_graph()
         with self._at_forward():
             found: Sequence[Tensor | None] | None
             if all(grad is None for grad in grads):

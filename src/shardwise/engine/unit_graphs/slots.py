@@ -12,6 +12,7 @@ import torch
 
 from shardwise.engine.core.unit import Unit
 from shardwise.program import Kind, StepProgram
+from shardwise.torch_internals import torch_private
 
 
 def slot_numbers(program: StepProgram, *, units: Iterable[str]) -> dict[str, int]:
@@ -42,17 +43,17 @@ class Slot:
     """Memory for one buffer at a time; inside a `with` block, this thread allocates there."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = torch.cuda._utils._get_device_index(device)
+        self._device = device.index
         self._pool = torch.cuda.MemPool()
 
     def __enter__(self) -> None:
-        torch._C._cuda_beginAllocateCurrentThreadToPool(self._device, self._pool.id)
+        torch_private.begin_allocate_thread_to_pool(self._device, self._pool.id)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        torch._C._cuda_endAllocateToPool(self._device, self._pool.id)
-        torch._C._cuda_releasePool(self._device, self._pool.id)
+        torch_private.end_allocate_to_pool(self._device, self._pool.id)
+        torch_private.release_pool(self._device, self._pool.id)
 
 
 class Slots:

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.torch_internals import torch_private
+
 
 class StaticPlace:
     """A tensor that graphs read or write; it does not keep its memory in use.
@@ -44,7 +46,7 @@ class StaticPlace:
         return self._num_uses() > self._num_own_uses
 
     def _num_uses(self) -> int:
-        return int(torch._C._storage_Use_Count(self._storage._cdata))
+        return int(torch_private.storage_use_count(self._storage._cdata))
 
     def fits(self, tensor: Tensor) -> bool:
         """Return whether this is the place at which a tensor is, in the same form."""

@@ -41,6 +41,7 @@ from shardwise.engine.unit_graphs.slots import Slots
 from shardwise.engine.unit_graphs.watched_unit import WatchedUnit
 from shardwise.program.hooks import recomputing, transforming
 from shardwise.spec import ROOT, ModelSpec
+from shardwise.torch_internals import torch_private
 
 # Ordinary passes of a form before it is recorded, while it is the only one and otherwise: about six replays repay it.
 ENOUGH = (3, 6)
@@ -342,7 +343,7 @@ def unit_graphs_of(core: Core, *, optimizers: Iterable[Optimizer]) -> UnitGraphs
 
 def _is_special(device: torch.device) -> bool:
     """Return whether this call is none of the program's: recomputed, transformed, or inside another capture."""
-    if recomputing() or transforming() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    if recomputing() or transforming() or torch_private.top_saved_tensors_hooks(True) is not None:
         return True
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 

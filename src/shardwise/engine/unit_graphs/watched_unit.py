@@ -24,6 +24,7 @@ from shardwise.engine.graphs.python_state import PLAIN, PythonState, foreign_hoo
 from shardwise.engine.graphs.reads import noting_reads
 from shardwise.engine.graphs.torch_modes import torch_modes
 from shardwise.engine.unit_graphs.graph_device import GraphDevice
+from shardwise.torch_internals import torch_private
 
 _HOOKED = "it has a hook, which a replay would not call"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -183,4 +184,4 @@ def _num_collectives() -> list[int]:
     """Return how many collectives were issued, for each process group."""
     if not dist.is_initialized():
         return []
-    return [num_collectives(group) for group in dist.distributed_c10d._world.pg_map]
+    return [num_collectives(group) for group in torch_private.world.pg_map]

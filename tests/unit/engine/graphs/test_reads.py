@@ -16,6 +16,7 @@ from shardwise.engine.graphs.reads import (
     hidden_capture,
     noting_reads,
 )
+from shardwise.torch_internals import torch_private
 
 
 def looks(x: Tensor) -> str:
@@ -114,6 +115,7 @@ def test_tensors_are_as_they_were_afterwards() -> None:
 
 def test_model_code_is_told_that_nothing_is_captured_and_torch_the_truth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: True)
+    monkeypatch.setattr(torch_private, "is_stream_capturing", lambda: True, raising=False)
     asking = "import torch\ndef ask():\n    return torch.cuda.is_current_stream_capturing()"
     answers = {}
     with hidden_capture():
