@@ -11,4 +11,5 @@ AttributeError; tests/unit/test_torch_internals.py looks for each of them in the
     _version, _base, _is_view, _cdata, _schema              of a tensor, storage or operator: read for each operation
     _parameters, _buffers, _modules, _forward_hooks …       tables and flags that every module or optimizer has
     _init_group                                             of torch's optimizers: each has its own form
+    torch._dynamo                                           in launch/warm_start.py, which only imports it early
 """
