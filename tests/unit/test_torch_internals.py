@@ -156,7 +156,7 @@ LEFT_ATTRIBUTES: dict[str, Callable[[], object]] = {
 }  # fmt: skip
 # Not of torch: ours on functions and classes of others, a namedtuple's, and transformers'.
 OF_OTHERS = {
-    "_runs_inside_forward", "_shardwise_explains", "_shardwise_releases", "_replace", "_init_weights",
+    "_runs_inside_forward", "_replace", "_init_weights", "_is_distributed_loading_by_transformers",
 }  # fmt: skip
 # Where objects are those of other libraries, which have private names too.
 ON_OTHERS = ("integrations", "pretrained", "bench/peers.py", "bench/megatron_peer.py")

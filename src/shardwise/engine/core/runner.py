@@ -51,11 +51,7 @@ class Runner:
         self.limit_seconds = 60.0
         self.flags = UsedFlags(units.values(), setting=setting)
         self.executor = EngineExecutor(
-            units,
-            flags=self.flags,
-            broadcast_buffers=self._broadcast_buffers,
-            serve=self.serve,
-            setting=setting,
+            units, flags=self.flags, broadcast_buffers=self._broadcast_buffers, serve=self.serve, setting=setting
         )
         self.cursor = Cursor(self.executor)
         self.evaluation = EvaluationGathers(
@@ -132,19 +128,18 @@ class Runner:
         if unit is self.root:
             self.executor.end_first_forward()
 
+    # Outside of inference mode: a tensor that the engine makes here may be written in a later step.
+    @torch.inference_mode(mode=False)
+    @torch.no_grad()
     def without_gradients(self, unit: Unit, *, begins: bool) -> None:
-        """Begin or end a forward that is no part of a step (evaluation_gathers.py).
-
-        Outside of inference mode: a tensor that the engine makes here may be written in a later step.
-        """
-        with torch.inference_mode(mode=False), torch.no_grad():
-            if begins:
-                self.passes.check_memory("a forward")
-                if unit is self.root:
-                    announce(self.events.evaluation_begins)
-                self.evaluation.begin(unit)
-            else:
-                self.evaluation.end_call(unit)
+        """Begin or end a forward that is no part of a step (evaluation_gathers.py)."""
+        if begins:
+            self.passes.check_memory("a forward")
+            if unit is self.root:
+                announce(self.events.evaluation_begins)
+            self.evaluation.begin(unit)
+        else:
+            self.evaluation.end_call(unit)
 
     def serve(self, unit: Unit) -> None:
         """Gather a unit that the program has not gathered: on all ranks, or not at all."""

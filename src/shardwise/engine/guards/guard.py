@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.errors import ShardwiseError
-from shardwise.torch_internals.torch_private import DisableTorchFunctionSubclass
+from shardwise.torch_internals.torch_private import DisableTorchFunctionSubclass, save_to_state_dict
 
 
 class ShardedParameter(ShardwiseError):  # noqa: N818
@@ -34,7 +34,7 @@ _ABOUT_THE_PARAMETER = frozenset(
 
 
 _MAKES_PARAMETER = nn.Parameter.__new__.__code__
-_SAVES_STATE = nn.Module._save_to_state_dict.__code__
+_SAVES_STATE = save_to_state_dict.__code__
 
 
 class Resting(nn.Parameter):
