@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from scenario_rows.networks import WIDTH, Experts, Net
+from scenario_rows.networks import WIDTH, Block, Experts, Net
 from scenario_rows.optimizers import Training, inputs, square
 from scenario_rows.runners import NUM_RANKS, Runner, Weights
 from torch import Tensor, nn
@@ -41,9 +41,9 @@ class LeftOut(nn.Module):
         return x + torch.tanh(self.layer(x))
 
 
-def without_gradient(how: str) -> nn.Module:
+def of_blocks(make: Callable[[], nn.Module]) -> nn.Module:
     model = Net()
-    model.blocks[0], model.blocks[1] = LeftOut(how), LeftOut(how)
+    model.blocks[0], model.blocks[1] = make(), make()
     return model
 
 
@@ -67,12 +67,12 @@ def idle_expert() -> nn.Module:
     return model
 
 
-class Viewed(Net):
+class Viewed(Block):
     """Computes with a part of its weight under another name: a buffer, or an attribute."""
 
     def __init__(self, *, buffer: bool) -> None:
         super().__init__()
-        row = self.first.weight.detach()[0]
+        row = self.down.weight.detach()[0, :WIDTH]
         if buffer:
             self.register_buffer("row", row)
         else:
@@ -100,7 +100,7 @@ class Gain(nn.Parameter):
         return x * (1 + self)
 
 
-class Gained(Net):
+class Gained(Block):
     def __init__(self) -> None:
         super().__init__()
         self.gain = Gain(torch.full((WIDTH,), 0.5))
@@ -109,16 +109,16 @@ class Gained(Net):
         return super().forward(self.gain.applied(x))
 
 
-class Marked(Net):
+class Marked(Block):
     """Reads what was noted on its parameters."""
 
     def __init__(self) -> None:
         super().__init__()
-        for number, parameter in enumerate(self.parameters()):
-            parameter.scale = 1 + 0.1 * number  # type: ignore[attr-defined]
+        self.up.weight.scale = 1.1  # type: ignore[assignment]
+        self.down.bias.scale = torch.full((WIDTH,), 0.9)  # type: ignore[assignment]
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x * self.first.weight.scale) * self.head.bias.scale
+        return super().forward(x * self.up.weight.scale) * self.down.bias.scale
 
 
 def compiled_by_jit(how: str) -> nn.Module:
@@ -169,18 +169,22 @@ def _trained(make: Callable[[], nn.Module]) -> Callable[[Runner], Weights]:
     return lambda runner: Training(runner, make()).train(4)
 
 
+def _of_blocks(make: Callable[[], nn.Module]) -> Callable[[Runner], Weights]:
+    return _trained(partial(of_blocks, make))
+
+
 ROWS: dict[str, Callable[[Runner], Weights]] = {
-    "a weight whose autograd.Function returns no gradient": _trained(partial(without_gradient, "function")),
-    "layers that are never called": _trained(partial(without_gradient, "never called")),
+    "a weight whose autograd.Function returns no gradient": _of_blocks(partial(LeftOut, "function")),
+    "layers that are never called": _of_blocks(partial(LeftOut, "never called")),
     "an expert that no sample is sent to": _trained(idle_expert),
-    "blocks under no_grad": _trained(partial(without_gradient, "no_grad")),
+    "blocks under no_grad": _of_blocks(partial(LeftOut, "no_grad")),
     "a first layer under no_grad": _trained(stem_under_no_grad),
-    "a buffer that is a view of a weight": _trained(partial(Viewed, buffer=True)),
-    "an attribute that is a view of a weight": _trained(partial(Viewed, buffer=False)),
+    "a buffer that is a view of a weight": _of_blocks(partial(Viewed, buffer=True)),
+    "an attribute that is a view of a weight": _of_blocks(partial(Viewed, buffer=False)),
     "a gradient from before prepare, cleared": partial(gradient_before, counts=False),
     "a gradient from before prepare, part of the first step": partial(gradient_before, counts=True),
-    "a subclass of nn.Parameter": _trained(Gained),
-    "attributes on parameters": _trained(Marked),
+    "a subclass of nn.Parameter": _of_blocks(Gained),
+    "attributes on parameters": _of_blocks(Marked),
     "a block of torch.jit.script": _trained(partial(compiled_by_jit, "script")),
     "a head of torch.jit.trace": _trained(partial(compiled_by_jit, "trace")),
     "evaluation under inference_mode": inference_mode,

@@ -103,8 +103,12 @@ class Engine:
             undo()
 
     def check_between_steps(self, *, what: str) -> None:
-        """Refuse `what` in the middle of an accumulation: gradients not reduced yet are not part of any state."""
+        """Refuse `what` in the middle of an accumulation, and where the parameters have other memory."""
         self.core.passes.check_memory(what)
+        self.check_reduced(what=what)
+
+    def check_reduced(self, *, what: str) -> None:
+        """Refuse `what` in the middle of an accumulation: gradients not reduced yet are not part of any state."""
         if self.core.passes.accumulating or self.core.holds_grads:
             raise InvalidModel(
                 f"{what} in the middle of an accumulation: do it after the step, or clear the gradients first "

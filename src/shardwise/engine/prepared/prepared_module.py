@@ -70,7 +70,7 @@ class PreparedModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """Return an ordinary, unsharded model of the original class. Collective where `state_dict` is."""
-        engine_of(self).check_between_steps(what="deepcopy(model)")
+        engine_of(self).check_reduced(what="deepcopy(model)")
         values = self.state_dict()
         engine, carried = unregister(self), drop_engine(self)
         engine.detach()
