@@ -79,7 +79,8 @@ def _empty_like(tensor: Tensor, *, device: torch.device | str) -> Tensor:
         empty = _empty(tensor.data, device=device)
         # Of the same class and with its attributes: a quantised weight carries the scales that unpack it.
         made = torch_private.make_subclass(type(tensor), empty, tensor.requires_grad)
-    vars(made).update(vars(tensor))
+    # The same ones, since an optimizer may hold the old parameter.
+    made.__dict__ = tensor.__dict__
     return made
 
 

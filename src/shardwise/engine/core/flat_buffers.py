@@ -190,9 +190,7 @@ class FlatBuffers:
             views = [self._master[start:stop].view(self.params[i].shape) for i, start, stop in parts]
         return [
             Owned(
-                parameter=self.params[i]
-                if not self.is_separate
-                else nn.Parameter(view, requires_grad=self.params[i].requires_grad),
+                parameter=self.params[i] if not self.is_separate else parameter_like(self.params[i], view),
                 index=i,
                 start=start,
                 stop=stop,
@@ -344,6 +342,18 @@ class FlatBuffers:
         for index, shape in self._shaped:
             views[index] = views[index].view(shape)
         return views
+
+
+def parameter_like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
+    """Return what an optimizer steps in place of a parameter: of its class, and with the same attributes for ever.
+
+    An optimizer may read them (`p.no_weight_decay`), and they may be set after `prepare`.
+    """
+    own_class = getattr(type(parameter), "_own_class", type(parameter))
+    with unguarded():
+        made: nn.Parameter = torch.Tensor._make_subclass(own_class, values, parameter.requires_grad)
+    made.__dict__ = parameter.__dict__
+    return made
 
 
 def unguarded() -> Any:

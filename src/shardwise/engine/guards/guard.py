@@ -2,8 +2,8 @@
 
 While a parameter's storage is freed, a read would access freed memory; while its gradient is sharded, `p.grad` would be
 None; while it is gathered after an update, some of its elements are old and some new. So a resting parameter has a
-class that intercepts reads of its values and its gradient, not of its shape, dtype, device and the like. While its unit
-computes, it is a plain Parameter.
+class in front of its own that intercepts reads of its values and its gradient, not of its shape, dtype, device and the
+like. While its unit computes, it is of its own class alone: nn.Parameter, or a subclass.
 """
 
 import sys
@@ -37,8 +37,23 @@ _MAKES_PARAMETER = nn.Parameter.__new__.__code__
 _SAVES_STATE = save_to_state_dict.__code__
 
 
+class GuardClasses(dict[type[nn.Parameter], type[nn.Parameter]]):
+    """A parameter's own class → that class with a guard in front, by which it stays an instance of its own."""
+
+    def __init__(self, guard: type[nn.Parameter]) -> None:
+        super().__init__({nn.Parameter: guard, guard: guard})
+        self._guard = guard
+
+    def __missing__(self, own: type[nn.Parameter]) -> type[nn.Parameter]:
+        made = type(own.__name__, (self._guard, own), {"__module__": own.__module__, "_own_class": own})
+        self[own] = self[made] = made
+        return made
+
+
 class Resting(nn.Parameter):
     """A resting parameter. `_touched(is_grad=…)` is called before a read: it refuses, or makes it readable."""
+
+    _own_class = nn.Parameter
 
     # Of one that is no prepared model's: nothing.
     _touched: Callable[[bool], None] = staticmethod(lambda is_grad: None)
@@ -67,7 +82,7 @@ class Resting(nn.Parameter):
             result = function(*arguments, **(options or {}))
         if refusing or caller is _MAKES_PARAMETER:
             # nn.Parameter(p) wants the class of `p` (weight_norm of a prepared module makes one).
-            result.__class__ = Resting
+            result.__class__ = type(arguments[0])
             vars(result).update(refusing)
         return result
 
@@ -116,13 +131,16 @@ def runs_forward_of(module: nn.Module) -> bool:
     return False
 
 
+_AT_REST = GuardClasses(Resting)
+
+
 def rest(parameters: Iterable[nn.Parameter]) -> None:
     """Intercept reads of these parameters."""
     for parameter in parameters:
-        parameter.__class__ = Resting
+        parameter.__class__ = _AT_REST[type(parameter)]
 
 
 def wake(parameters: Iterable[nn.Parameter]) -> None:
-    """Make these plain parameters again."""
+    """Give these parameters their own class again."""
     for parameter in parameters:
-        parameter.__class__ = nn.Parameter
+        parameter.__class__ = getattr(type(parameter), "_own_class", type(parameter))

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.flat_buffers import refresh, unguarded
+from shardwise.engine.guards.guard import GuardClasses, wake
 from shardwise.errors import InvalidModel
 from shardwise.plan.placement import SHARDED
 from shardwise.torch_internals import torch_private
@@ -32,9 +33,10 @@ _DATA = torch_private.tensor_data
 class Slice(nn.Parameter):
     """A slice that an optimizer steps, between two updates: `p.data` is noticed, and cannot be replaced.
 
-    During an update it is a plain Parameter: torch's optimizers choose their fast implementations by exact class.
+    During an update it is of its own class: torch's optimizers choose their fast implementations by exact class.
     """
 
+    _own_class = nn.Parameter
     _lend: Callable[[], None]
 
     @property
@@ -48,6 +50,9 @@ class Slice(nn.Parameter):
             "p.data = … of a slice in optimizer.param_groups takes it out of the model's memory: write into it "
             "(p.copy_(…)) inside `with shardwise.edit(model):`"
         )
+
+
+_SLICES = GuardClasses(Slice)
 
 
 class Writes:
@@ -79,7 +84,7 @@ class Writes:
         for flat in self._sliced:
             flat.writes.settled()
         for parameter in self._slices:
-            parameter.__class__ = Slice
+            parameter.__class__ = _SLICES[type(parameter)]
 
     def release(self) -> None:
         """Stop looking for writes: the parameters are in other buffers now."""
@@ -89,8 +94,7 @@ class Writes:
     def before_step(self) -> None:
         """Copy values written into the module's parameters into the masters; those in slices are settled later."""
         self._take_over(but=())
-        for parameter in self._slices:
-            parameter.__class__ = nn.Parameter
+        wake(self._slices)
 
     def follow_grads(self) -> None:
         """Update the slices' gradients where `p.grad` of the module was replaced."""

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwise.engine.core.core import Core
 from shardwise.engine.core.flat import FlatParams
-from shardwise.engine.core.flat_buffers import Owned
+from shardwise.engine.core.flat_buffers import Owned, parameter_like
 from shardwise.engine.optimizer.streamed_update import StreamedUpdate, empty_stand_in, group_numbers, plain_step
 from shardwise.errors import InvalidModel
 from shardwise.plan.placement import SHARDED
@@ -93,7 +93,7 @@ def _step(flat: FlatParams, parts: list[tuple[Owned, Tensor]], *, optimizer: Opt
     number_of = group_numbers(optimizer)
     for part, grad in parts:
         # Between two steps the optimizer's own parameters are guarded, for which torch has no fast kernels.
-        plain = nn.Parameter(flat.master[part.start : part.stop])
+        plain = parameter_like(part.parameter, flat.master[part.start : part.stop])
         plain.grad = grad
         stand_in.param_groups[number_of[id(part.parameter)]]["params"].append(plain)
         # The same dictionary, which the step fills.

@@ -3,10 +3,11 @@
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.engine.optimizer.reach import Reach, Verdict, is_plain, own_attributes, probe
@@ -88,18 +89,24 @@ def judge(
 ) -> dict[int, Verdict]:
     """Return the reach of the update of each parameter that is stepped in slices, by its id."""
     found: dict[int, Verdict] = {}
-    tried: dict[tuple[int, int, torch.dtype], Verdict] = {}
+    tried: dict[tuple[int, int, torch.dtype, str], Verdict] = {}
     for number, group in list(enumerate(optimizer.param_groups))[first_group:]:
         for parameter in group["params"]:
             how = stepped[id(parameter)]
             if not how.sharded:
                 continue
             # A parameter without dimensions is stepped as one element.
-            kind = (number, max(parameter.dim(), 1), how.dtype)
+            kind = (number, max(parameter.dim(), 1), how.dtype, _attributes(parameter))
             if kind not in tried:
-                tried[kind] = _verdict(optimizer, *kind, device=device)
+                tried[kind] = _verdict(optimizer, *kind, like=parameter, device=device)
             found[id(parameter)] = tried[kind]
     return found
+
+
+def _attributes(parameter: nn.Parameter) -> str:
+    """Return what an update may depend on besides the parameter's group: its class, and what was set on it."""
+    held = ((name, value if is_plain(value) else type(value)) for name, value in vars(parameter).items())
+    return f"{type(parameter)} {sorted(held, key=itemgetter(0))}"
 
 
 def slice_alignment(verdicts: Mapping[Any, Verdict]) -> int:
@@ -152,13 +159,22 @@ def name_of(optimizer: Optimizer) -> str:
 _FOUND: dict[tuple[Any, ...], Verdict] = {}
 
 
-def _verdict(optimizer: Optimizer, group: int, num_dims: int, dtype: torch.dtype, *, device: torch.device) -> Verdict:
+def _verdict(
+    optimizer: Optimizer,
+    group: int,
+    num_dims: int,
+    dtype: torch.dtype,
+    attributes: str,
+    *,
+    like: nn.Parameter,
+    device: torch.device,
+) -> Verdict:
     if type(optimizer) in ELEMENTWISE:
         return Verdict(reach=Reach.ELEMENT)
     options = _options(optimizer)
-    key = (type(optimizer), group, num_dims, dtype, device.type, options)
+    key = (type(optimizer), group, num_dims, dtype, attributes, device.type, options)
     if key not in _FOUND or not options:
-        _FOUND[key] = probe(optimizer, group=group, num_dims=num_dims, dtype=dtype, device=device)
+        _FOUND[key] = probe(optimizer, group=group, num_dims=num_dims, dtype=dtype, like=like, device=device)
     return _FOUND[key]
 
 

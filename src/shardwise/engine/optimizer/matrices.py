@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from shardwise.comm.issued import CollectiveName
 from shardwise.engine.core.core import Core
 from shardwise.engine.core.flat import FlatParams
-from shardwise.engine.core.flat_buffers import unguarded
+from shardwise.engine.core.flat_buffers import parameter_like, unguarded
 from shardwise.engine.core.step_errors import frozen_has_gradient
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.guards.guard import ShardedParameter, rest, wake
@@ -240,7 +240,10 @@ def _num_bytes(matrices: Sequence[OwnedMatrix]) -> int:
 def _at_rest(flat: FlatParams, index: int, *, name: str) -> nn.Parameter:
     """Return a parameter of the matrix's shape without memory, for the optimizer's group between updates."""
     shape = flat.layout.shapes[index]
-    unsharded = nn.Parameter(torch.zeros((), dtype=flat.master_dtype, device=flat.device).expand(shape))
+    unsharded = parameter_like(
+        flat.params[index], torch.zeros((), dtype=flat.master_dtype, device=flat.device).expand(shape)
+    )
+    unsharded.__dict__ = dict(vars(unsharded))
     unsharded._touched = partial(_refuse, name)  # type: ignore[attr-defined]
     unsharded._drop_grad = lambda: None  # type: ignore[attr-defined]
     rest([unsharded])

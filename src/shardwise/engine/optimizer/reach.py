@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise.engine.core.flat_buffers import parameter_like
 from shardwise.vocabulary.layout import ALIGNMENT
 
 NUM_STEPS = 10
@@ -78,12 +79,23 @@ class _Outcome:
     options: dict[str, Any]
 
 
-def probe(optimizer: Optimizer, *, group: int, num_dims: int, dtype: torch.dtype, device: torch.device) -> Verdict:
-    """Test the reach of the update of parameters of this group with this number of dimensions."""
+def probe(
+    optimizer: Optimizer,
+    *,
+    group: int,
+    num_dims: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    like: nn.Parameter | None = None,
+) -> Verdict:
+    """Test the reach of the update of parameters of this group with this number of dimensions.
+
+    `like`: a parameter whose class and attributes they have.
+    """
     shape, even_shape = (_shape(shapes, num_dims) for shapes in (_SHAPES, _EVEN_SHAPES))
     tensor, grads = _drawn(shape, seed=1, dtype=dtype, device=device)
     other, other_grads = _drawn((*shape[:-1], shape[-1] + 2), seed=2, dtype=dtype, device=device)
-    run = partial(_run, optimizer, group=group)
+    run = partial(_run, optimizer, group=group, like=like)
     with _untouched(device):
         try:
             whole = run([tensor], [grads])
@@ -212,9 +224,16 @@ def is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | complex | str | torch.dtype)
 
 
-def _run(optimizer: Optimizer, tensors: Sequence[Tensor], grads: Sequence[Sequence[Tensor]], *, group: int) -> _Outcome:
+def _run(
+    optimizer: Optimizer,
+    tensors: Sequence[Tensor],
+    grads: Sequence[Sequence[Tensor]],
+    *,
+    group: int,
+    like: nn.Parameter | None,
+) -> _Outcome:
     """Let a copy of the optimizer step these tensors in its group, by one gradient of each per step."""
-    parameters = [nn.Parameter(tensor.clone()) for tensor in tensors]
+    parameters = [_parameter(tensor.clone(), like=like) for tensor in tensors]
     twin = _copy(optimizer, group=group, parameters=parameters)
     if callable(getattr(twin, "train", None)):
         twin.train()  # type: ignore[attr-defined]  # A schedule-free optimizer does not step before.
@@ -233,6 +252,16 @@ def _run(optimizer: Optimizer, tensors: Sequence[Tensor], grads: Sequence[Sequen
         states=[dict(twin.state.get(parameter, {})) for parameter in parameters],
         options={key: value for key, value in twin.param_groups[group].items() if key != "params"},
     )
+
+
+def _parameter(values: Tensor, *, like: nn.Parameter | None) -> nn.Parameter:
+    if like is None:
+        return nn.Parameter(values)
+    made = parameter_like(like, values)
+    made.requires_grad_()
+    # What the trial sets on it does not stay on the model's.
+    made.__dict__ = dict(vars(like))
+    return made
 
 
 def _copy(optimizer: Optimizer, *, group: int, parameters: list[nn.Parameter]) -> Optimizer:

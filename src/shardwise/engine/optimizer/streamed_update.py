@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwise.engine.core.core import Core
 from shardwise.engine.core.flat import FlatParams, set_grad
-from shardwise.engine.core.flat_buffers import Owned
+from shardwise.engine.core.flat_buffers import Owned, parameter_like
 from shardwise.engine.optimizer.allocate import allocate_states
 from shardwise.engine.optimizer.known import ELEMENTWISE, name_of
 from shardwise.engine.optimizer.update_chunks import ChunkSlot, Piece, UpdateStreams, chunks
@@ -240,7 +240,7 @@ class StreamedUpdate:
         for piece in chunk:
             parameter, offset = piece.part.parameter, piece.start - piece.part.start
             size = piece.stop - piece.start
-            piece.there = there = nn.Parameter(here[piece.start - first : piece.stop - first])
+            piece.there = there = parameter_like(parameter, here[piece.start - first : piece.stop - first])
             there.grad = piece.grad[offset : offset + size]
             stand_in.param_groups[number_of[id(parameter)]]["params"].append(there)
             for key, value in optimizer.state.get(parameter, {}).items():

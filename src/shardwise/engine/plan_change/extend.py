@@ -19,6 +19,7 @@ from shardwise.engine.core.step_events import announce
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.engine.guards.description import check_precision, describe
+from shardwise.engine.guards.guard import wake
 from shardwise.engine.guards.refuse import check_tensor
 from shardwise.engine.optimizer.allocate import suit_devices
 from shardwise.engine.optimizer.unsharded_state import own_states, unsharded_states
@@ -218,8 +219,8 @@ class _Extension:
 
     def _take_in(self, flat: FlatParams) -> None:
         """Make the module's parameters views of a buffer, and register its slices for optimizers."""
+        wake(flat.params)
         for index, parameter in enumerate(flat.params):
-            parameter.__class__ = nn.Parameter
             flat.attach(index, parameter)
             self._engine.owned.cover(flat, index, parameter)
 

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from shardwise.engine.core.flat_buffers import unguarded
 from shardwise.engine.engine import engine_of, register, unregister
 from shardwise.engine.prepared.accumulate import accumulate
 from shardwise.engine.prepared.full_state import full_tensors, load_tensors
+from shardwise.engine.prepared.whole_parameters import whole
 from shardwise.engine.protocol import carry_engine, drop_engine
 from shardwise.errors import InvalidModel
 
@@ -71,18 +72,20 @@ class PreparedModule(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """Return an ordinary, unsharded model of the original class. Collective where `state_dict` is."""
         engine_of(self).check_reduced(what="deepcopy(model)")
-        values = self.state_dict()
+        with nullcontext() if engine_of(self).core.passes.lent else whole(self):
+            return self._copied(memo)
+
+    def _copied(self, memo: dict[int, Any]) -> nn.Module:
+        """Copy the model as torch does it, each parameter by its own class, without hooks and wrapped forwards."""
         engine, carried = unregister(self), drop_engine(self)
         engine.detach()
-        prepared, self.__class__ = self.__class__, self.__class__.__mro__[2]
+        prepared = type(self)
+        # A traced module hands what is set on it to the module inside.
+        object.__setattr__(self, "__class__", prepared.__mro__[2])
         try:
-            with unguarded():
-                for flat in engine.flats:
-                    for parameter, name in zip(flat.params, flat.names, strict=True):
-                        memo[id(parameter)] = nn.Parameter(values[name].clone(), requires_grad=parameter.requires_grad)
-                return copy.deepcopy(self, memo)
+            return copy.deepcopy(self, memo)
         finally:
-            self.__class__ = prepared
+            object.__setattr__(self, "__class__", prepared)
             register(self, engine)
             if carried is not None:
                 carry_engine(self, carried)
@@ -110,4 +113,5 @@ def _changes_nothing(model: nn.Module, function: Callable[[Tensor], Tensor]) -> 
 def become_prepared(model: nn.Module) -> None:
     """Mix PreparedModule into the model's class."""
     own = type(model)
-    model.__class__ = type(own.__name__, (PreparedModule, own), {"__module__": own.__module__})
+    prepared = type(own.__name__, (PreparedModule, own), {"__module__": own.__module__})
+    object.__setattr__(model, "__class__", prepared)

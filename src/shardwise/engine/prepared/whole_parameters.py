@@ -15,6 +15,7 @@ from shardwise.comm.agreement import RanksDisagree, exchange, meet
 from shardwise.comm.collectives import own_slice
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.engine import engine_of
+from shardwise.engine.guards.guard import wake
 from shardwise.engine.guards.replicas import bit_sums
 from shardwise.errors import InvalidModel
 from shardwise.plan.placement import SHARDED
@@ -69,8 +70,8 @@ class _Lent:
         self.views: list[Tensor] = flat.full_views if self._gathered is None else flat.views(self._gathered)
 
     def lend(self) -> None:
+        wake(self.flat.params)
         for parameter, view in zip(self.flat.params, self.views, strict=True):
-            parameter.__class__ = nn.Parameter
             if self._gathered is not None:
                 parameter.data = view
 

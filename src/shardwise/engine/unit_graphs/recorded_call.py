@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from shardwise.engine.core.flat_buffers import unguarded
+from shardwise.engine.core.flat_buffers import parameter_like, unguarded
 from shardwise.engine.graphs.python_state import PLAIN
 from shardwise.engine.graphs.reads import NotCaptured
 from shardwise.engine.unit_graphs.call_form import mapped
@@ -78,7 +78,7 @@ class RecordedCall:
         """Record the forward of a call with these tensors; `place_of` finds those that are in a place already."""
         params = self.watched.params
         with unguarded():
-            aliases = [nn.Parameter(param.detach(), requires_grad=param.requires_grad) for param in params]
+            aliases = [parameter_like(param, param.detach()) for param in params]
         self._aliases = aliases
         known = [place_of(tensor) for tensor in tensors]
         entries: list[Tensor] = []
