@@ -60,6 +60,7 @@ from shardwise.plan.patterns import unmatched
 from shardwise.plan.placement import SHARDED
 from shardwise.program.buffers import param_dtypes
 from shardwise.units import model_spec
+from shardwise.units.scripted import allow_hooks
 
 AnyOptimizer = TypeVar("AnyOptimizer", Optimizer, None, list[Optimizer])
 
@@ -104,6 +105,7 @@ def prepare_on_ours(
         what="plans, models or optimizers",
     )
     together(partial(take_apart, model))
+    allow_hooks(model)
     setting = CoreSetting(
         spec=model_spec(model, policy=plan.units),
         plan=plan,

@@ -3,7 +3,7 @@
 They are looked for after every forward of every unit, so the usual case, that modules keep none, is fast.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from operator import itemgetter
 from typing import Any
@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+
+from shardwise.units.scripted import is_scripted, tensor_attributes
 
 PLAIN = (int, float, complex, bool, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
 _PLAIN_TYPES = frozenset(PLAIN)
@@ -38,19 +40,28 @@ class Attributes:
     harmless    types whose values are no tensors and hold none that count
     """
 
-    __slots__ = ("harmless", "held", "num_held", "values")
+    __slots__ = ("harmless", "held", "module", "num_held", "values")
 
     def __init__(self, module: nn.Module) -> None:
         self.held = module.__dict__
+        self.module = module
+        self.values: Callable[[dict[str, Any]], tuple[Any, ...]]
         self.learn()
 
     def learn(self) -> None:
         self.num_held = len(self.held)
+        if is_scripted(self.module):
+            self._learn_scripted(tensor_attributes(self.module))
+            return
         names = [name for name in self.held if name not in _OF_EVERY_MODULE]
         # Two that every module has, also one of torch.compile: with fewer than two, an itemgetter returns no tuple.
         self.values = itemgetter("_is_full_backward_hook", "_is_full_backward_hook", *names)
         types = map(type, self.values(self.held))
         self.harmless = _PLAIN_TYPES.union(one for one in types if not issubclass(one, (Tensor, *_CONTAINERS)))
+
+    def _learn_scripted(self, names: list[str]) -> None:
+        self.values = lambda held: tuple(getattr(self.module, name) for name in names)
+        self.harmless = _PLAIN_TYPES
 
 
 def kept(attributes: list[Attributes]) -> list[Any]:

@@ -18,6 +18,7 @@ from shardwise.errors import InvalidModel
 from shardwise.plan.policy import Cut, UnitPolicy
 from shardwise.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
 from shardwise.torch_internals.torch_private import BatchNorm
+from shardwise.units.scripted import class_name, is_scripted, scripted_around
 
 _STACKS = (nn.ModuleList, nn.Sequential)
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -49,8 +50,15 @@ def unit_modules(model: nn.Module, *, policy: UnitPolicy | str = "auto") -> dict
     chosen = _RULES[policy.cut](model, policy)
     chosen.update(_named(model, policy=policy))
     chosen.discard("")
-    named = {path: module for path, module in model.named_modules() if path in chosen}
+    modules = dict(model.named_modules())
+    named = {path: module for path, module in modules.items() if path in chosen}
     for path, module in named.items():
+        outer = scripted_around(path, modules=modules)
+        if outer is not None:
+            raise InvalidModel(
+                f"units: {path} lies inside {outer or 'the model'}, which torch.jit compiled and which calls it "
+                "without hooks: name that one or a module around it, or prepare the model as it was before torch.jit"
+            )
         if isinstance(module, _CONTAINERS) and not isinstance(module, nn.Sequential):
             raise InvalidModel(f"{path} is a {type(module).__name__}, which has no forward: name its children")
     return {ROOT: model, **named}
@@ -61,8 +69,9 @@ def called_modules(module: nn.Module) -> list[nn.Module]:
 
     A module that lies inside another of them is called by that one, and does not count.
     """
-    is_plain = type(module).forward is nn.Module.forward and "forward" not in vars(module)
-    if not isinstance(module, nn.ModuleDict | nn.ModuleList) or not is_plain:
+    if not isinstance(module, nn.ModuleDict | nn.ModuleList):
+        return [module]
+    if type(module).forward is not nn.Module.forward or "forward" in vars(module):
         return [module]
     models = list(module.children())
     inside = {id(part) for model in models for part in model.modules() if part is not model}
@@ -134,14 +143,12 @@ def _untied_sizes(model: nn.Module) -> dict[int, int]:
 
 def _classes(model: nn.Module, policy: UnitPolicy) -> set[str]:
     found = {
-        path: type(module).__name__
-        for path, module in model.named_modules()
-        if type(module).__name__ in policy.class_names
+        path: class_name(module) for path, module in model.named_modules() if class_name(module) in policy.class_names
     }
-    for class_name in policy.class_names:
-        if class_name not in found.values():
-            there = sorted({type(module).__name__ for module in model.modules() if any(module.children())})
-            raise InvalidModel(f"units = '{policy}': the model has no {class_name}; its modules are {', '.join(there)}")
+    for wanted in policy.class_names:
+        if wanted not in found.values():
+            there = sorted({class_name(module) for module in model.modules() if any(module.children())})
+            raise InvalidModel(f"units = '{policy}': the model has no {wanted}; its modules are {', '.join(there)}")
     return set(found)
 
 
@@ -173,6 +180,8 @@ def _uncalled(module: nn.Module) -> set[str]:
     """Return the children whose parameters a module computes with, without calling these children."""
     if isinstance(module, nn.MultiheadAttention):
         return {"out_proj"}
+    if is_scripted(module):
+        return {name for name, _ in module.named_children()}
     return {"parametrizations"} if is_parametrized(module) else set()
 
 
@@ -184,7 +193,7 @@ def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
     """Yield a module's parameters that are in no module that it calls."""
     yield from module.parameters(recurse=False)
     for key in _uncalled(module):
-        yield from module.get_submodule(key).parameters()
+        yield from getattr(module, key).parameters()
 
 
 def _called(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -217,6 +226,7 @@ def _owners(model: nn.Module, *, modules: dict[str, nn.Module]) -> list[tuple[st
     """Return (unit, is it a buffer, tensor) for every parameter and buffer, each once, in registration order."""
     unit_at = _unit_paths(model, modules=modules)
     saved = _persistent_buffers(model)
+    modules_at = dict(model.named_modules(remove_duplicate=False))
     found: dict[int, tuple[list[str], bool, TensorSpec]] = {}
     for path, tensor, is_buffer in _tensors(model):
         holder = path.rpartition(".")[0]
@@ -227,8 +237,8 @@ def _owners(model: nn.Module, *, modules: dict[str, nn.Module]) -> list[tuple[st
                 dtype=str(tensor.dtype).removeprefix("torch."),
                 trainable=tensor.requires_grad,
                 persistent=not is_buffer or path in saved,
-                keep_fp32=isinstance(model.get_submodule(holder), BatchNorm),
-                linear=path.endswith("weight") and is_plain_linear(model.get_submodule(holder)),
+                keep_fp32=isinstance(modules_at[holder], BatchNorm),
+                linear=path.endswith("weight") and is_plain_linear(modules_at[holder]),
             )
             found[id(tensor)] = ([holder], is_buffer, spec)
         else:
@@ -268,7 +278,7 @@ def _persistent_buffers(model: nn.Module) -> set[str]:
     return {
         f"{path}.{name}" if path else name
         for path, module in model.named_modules(remove_duplicate=False)
-        for name in module._buffers
+        for name, _ in module._buffers.items()
         if name not in module._non_persistent_buffers_set
     }
 

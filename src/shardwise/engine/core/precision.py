@@ -40,17 +40,18 @@ def attach_casts(model: nn.Module, *, plan: Plan) -> list[Any]:
     ]
     if dtype is torch.float32:
         return handles
-    for path, module in model.named_modules():
+    modules = dict(model.named_modules())
+    for path, module in modules.items():
         above, _, _ = path.rpartition(".")
-        if not plan.keeps_fp32(above) and (plan.keeps_fp32(path) or _computes_in_fp32(module, of=above, model=model)):
+        if not plan.keeps_fp32(above) and (plan.keeps_fp32(path) or _computes_in_fp32(module, of=modules[above])):
             handles.append(module.register_forward_pre_hook(partial(cast_inputs, torch.float32), with_kwargs=True))
             handles.append(module.register_forward_hook(partial(_cast_back, dtype)))
     return handles
 
 
-def _computes_in_fp32(module: nn.Module, *, of: str, model: nn.Module) -> bool:
+def _computes_in_fp32(module: nn.Module, *, of: nn.Module) -> bool:
     """Return whether it makes a weight from another one and from fp32 buffers, as spectral_norm does."""
-    is_parametrization = isinstance(model.get_submodule(of), ParametrizationList)
+    is_parametrization = isinstance(of, ParametrizationList)
     return is_parametrization and any(buffer.dtype is torch.float32 for buffer in module.buffers())
 
 

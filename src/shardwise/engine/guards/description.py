@@ -5,6 +5,7 @@ import warnings
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from shardwise.engine.guards.carried import describe_carried, is_packed
@@ -14,7 +15,10 @@ from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import SHARDED
 from shardwise.spec import ModelSpec
 from shardwise.spec.largest_unit import why_hardly_cut
+from shardwise.units.scripted import class_name, scripted_around
 from shardwise.vocabulary.dtypes import compute_dtype, master_dtype
+
+_BATCH_NORMS = {kind.__name__ for kind in (*_BatchNorm.__subclasses__(), nn.SyncBatchNorm)}
 
 
 def asked_device(model: nn.Module, *, device: torch.device | str | None) -> torch.device | None:
@@ -50,7 +54,16 @@ def check_precision(model: nn.Module, *, plan: Plan) -> None:
                 "change its bits: store it as uint8 (bitsandbytes: quant_storage=torch.uint8), or set precision = "
                 "'native'"
             )
-    for path, module in model.named_modules():
+    modules = dict(model.named_modules())
+    for path, module in modules.items():
+        outer = scripted_around(path, modules=modules)
+        kept_inside = plan.keeps_fp32(path) or class_name(module) in _BATCH_NORMS
+        if outer is not None and kept_inside and plan.precision != "fp32" and not plan.keeps_fp32(outer):
+            raise InvalidModel(
+                f"{path} is to stay in fp32 under precision = {plan.precision!r}, and lies inside "
+                f"{outer or 'the model'}, which torch.jit compiled and which does not cast its inputs: name that one "
+                "in keep_fp32, or prepare the model as it was before torch.jit"
+            )
         hooked = any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values())
         if hooked and plan.precision != "fp32" and not plan.keeps_fp32(path):
             raise InvalidModel(
