@@ -39,6 +39,8 @@ def finetuned(name: str | None) -> dict[str, Tensor]:
             return torch.optim.SGD(trained, lr=0.1, momentum=0.5)
 
     module = Finetuned()
+    # Lightning clears gradients from before in its first step.
+    sum(parameter.sum() for parameter in module.parameters()).backward()
     callback = BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.05)
     trainer = fit(module, name, callbacks=(callback,))
     assert len(trainer.optimizers[0].param_groups) == 2

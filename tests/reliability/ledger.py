@@ -81,6 +81,10 @@ LISTS: dict[str, dict[str, str]] = {
         "not-a-regular-file": "loads a checkpoint whose manifest is a FIFO or `/dev/zero`",
         "ipv6-address": "sets `MASTER_ADDR=::1`",
         "silent-listener": "another program holds the port and never answers",
+        "view-of-parameter": "keeps a view of a parameter on the model: a buffer, an attribute, a frozen parameter",
+        "gradient-before-prepare": "calls `prepare` with gradients that a backward has left",
+        "parameter-class": "trains a subclass of `nn.Parameter`, with an optimizer that reads attributes of parameters",
+        "scripted": "prepares a model with `torch.jit.script` or `torch.jit.trace` modules",
         "bench-values": "changes values in `bench.json`, then makes a report of it",
     },
 }

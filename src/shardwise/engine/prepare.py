@@ -23,9 +23,10 @@ from shardwise.engine.core.core_setting import CoreSetting
 from shardwise.engine.core.precision import check_kept, torch_dtype, warn_upcast
 from shardwise.engine.engine import Engine, is_prepared, register
 from shardwise.engine.guards.carried import broadcast_carried, follow_carried
-from shardwise.engine.guards.description import asked_device, describe, warn_hardly_cut
+from shardwise.engine.guards.description import asked_device, check_gradients, describe, warn_hardly_cut
 from shardwise.engine.guards.first_inputs import FirstInputs
 from shardwise.engine.guards.guards import Guards
+from shardwise.engine.guards.other_views import check_views
 from shardwise.engine.guards.refuse import check_model
 from shardwise.engine.guards.replicas import check_compare_every
 from shardwise.engine.guards.resting_units import guard_units
@@ -207,6 +208,7 @@ def _description(
     Fills `verdicts` with the reach of the optimizer's updates, by the names of its parameters.
     """
     check_model(model, plan=plan)
+    check_views(model)
     spec = model_spec(model, policy=plan.units)
     placements = check_plan(plan, spec=spec, mesh=mesh, device=device)
     check_host_room(spec, plan=plan, placements=placements, mesh=mesh, device=device)
@@ -239,6 +241,7 @@ def _description(
             _check_owned(optimizer, plan=plan, names=_owned_names(verdicts))
         check_streamed(optimizer, plan=plan)
         described += "\n" + describe_optimizer(optimizer, names={id(p): name for name, p in parameters.items()})
+    check_gradients(model)
     described += f"\nslices begin at multiples of {slice_alignment(verdicts)}"
     return described + "".join(f"\nOWNED {name}" for name in _owned_names(verdicts))
 

@@ -36,6 +36,8 @@ _PREPARE_OPTIMIZER = (
 class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
     """An Accelerator whose models run `plan`: a Plan, or the name of a strategy."""
 
+    # Whether gradients are cleared before the first backward, as the Trainer does it.
+    _clears = False
     # How a plan is chosen, for errors.
     _choose = (
         "before prepare: task = shardwise.Task(model=model, loss=lambda model, batch: model(**batch).loss, "
@@ -56,7 +58,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
     def adopt(accelerator: Any, *, plan: Plan | str, choose: str) -> "ShardwiseAccelerator":
         """Turn an existing Accelerator into one of ours; it stays the same object."""
         accelerator.__class__ = ShardwiseAccelerator
-        accelerator._choose = choose
+        accelerator._choose, accelerator._clears = choose, True
         accelerator.run_plan(plan)
         adopted: ShardwiseAccelerator = accelerator
         return adopted
@@ -79,7 +81,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         """Make every model among the objects run the plan, then call Accelerate's own `prepare`. Collective."""
         models = [entry for entry in objects if isinstance(entry, nn.Module)]
         for model in models:
-            self._prepared.prepare(model)
+            self._prepared.prepare(model, clear=self._clears)
         for entry in objects if models else ():
             if isinstance(entry, Optimizer):
                 self._prepared.check(_inner(entry))
@@ -88,7 +90,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        self._prepared.prepare(model)
+        self._prepared.prepare(model, clear=self._clears)
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
         return prepared
 

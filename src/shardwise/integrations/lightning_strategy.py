@@ -91,7 +91,7 @@ class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]
                 module = self._layer_sync.apply(module)
             if fits:
                 refuse_averages(trainer.callbacks, module=module, plan=self._prepared.plan)
-            self._prepared.prepare(module)
+            self._prepared.prepare(module, clear=module.automatic_optimization or not fits)
         if fits:
             self.setup_optimizers(trainer)
             for optimizer in self.optimizers:

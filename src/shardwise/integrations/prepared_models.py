@@ -33,8 +33,11 @@ class PreparedModels:
     def __contains__(self, model: nn.Module) -> bool:
         return model in self._models
 
-    def prepare(self, model: nn.Module) -> None:
-        """Prepare a model unless it was prepared here before or has no parameters. Collective."""
+    def prepare(self, model: nn.Module, *, clear: bool = False) -> None:
+        """Prepare a model unless it was prepared here before or has no parameters. Collective.
+
+        `clear`: drop gradients that it has, which the framework itself clears before its first backward.
+        """
         if model in self._models or next(model.parameters(), None) is None:
             return
         if find_engine(model) is not None:
@@ -44,6 +47,8 @@ class PreparedModels:
             )
         if self.plan.is_auto:
             raise InvalidPlan(f"plan = 'auto': the plan is not chosen yet; {self._choose}")
+        if clear:
+            model.zero_grad()
         prepare(model, None, self.plan, device=self._device())
         self._models.add(model)
 

@@ -19,7 +19,13 @@ from shardwise.comm.join import join_job
 from shardwise.engine.activations.compiled_units import check_compile, compile_units
 from shardwise.engine.core.precision import planned_dtype
 from shardwise.engine.guards.carried import broadcast_carried
-from shardwise.engine.guards.description import asked_device, check_precision, describe, warn_hardly_cut
+from shardwise.engine.guards.description import (
+    asked_device,
+    check_gradients,
+    check_precision,
+    describe,
+    warn_hardly_cut,
+)
 from shardwise.engine.optimizer.known import StaleOptimizer, describe_optimizer
 from shardwise.engine.protocol import carry_engine, find_engine
 from shardwise.errors import InvalidModel, InvalidPlan
@@ -134,6 +140,7 @@ def _description(
     check_plan(plan, placements=placements)
     check_compile(placements, plan=plan)
     check_precision(model, plan=plan)
+    check_gradients(model)
     if placements[ROOT].params is SHARDED:
         check_sharded(spec, plan=plan)
     else:

@@ -72,6 +72,16 @@ def check_precision(model: nn.Module, *, plan: Plan) -> None:
             )
 
 
+def check_gradients(model: nn.Module) -> None:
+    """Refuse gradients from before: they are this rank's own, and have no place where gradients are sharded."""
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            raise InvalidModel(
+                f"{name} has a gradient from before shardwise.prepare, which is of this rank alone: call "
+                "model.zero_grad() or optimizer.zero_grad() first"
+            )
+
+
 def describe(model: nn.Module, *, spec: ModelSpec, plan: Plan) -> str:
     """Describe a plan and a model, one property per line. Ranks with different lines would wait for each other."""
     lines = [f"{name} = {value}" for name, value in plan.to_dict().items()]
