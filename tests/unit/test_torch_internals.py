@@ -144,6 +144,7 @@ LEFT_ATTRIBUTES: dict[str, Callable[[], object]] = {
     **{name: lambda: torch.ones(1) for name in ("_version", "_base", "_is_view", "_post_accumulate_grad_hooks")},
     "_cdata": lambda: torch.ones(1).untyped_storage(),
     "_schema": lambda: torch.ops.aten.add.Tensor,
+    "_concrete_type": lambda: torch.jit.script(nn.Linear(1, 1)),
     **{
         name: lambda: nn.Linear(1, 1)
         for name in (

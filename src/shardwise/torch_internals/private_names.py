@@ -88,6 +88,9 @@ PRIVATE = {
         "torch.nn.modules.module:_IncompatibleKeys", "answers load_state_dict as torch does", given=2
     ),
     "save_to_state_dict": Private("torch.nn:Module._save_to_state_dict", "knows a read of names from one of values"),
+    "register_load_state_dict_pre_hook": Private(
+        "torch.nn:Module._register_load_state_dict_pre_hook", "registers hooks on modules of torch.jit"
+    ),
     "reparametrize_module": Private(
         "torch.nn.utils.stateless:_reparametrize_module", "calls a unit with other parameters", given=2
     ),

@@ -137,6 +137,7 @@ if TYPE_CHECKING:
     NormBase = batchnorm._NormBase
     IncompatibleKeys = torch.nn.modules.module._IncompatibleKeys
     save_to_state_dict = torch.nn.Module._save_to_state_dict
+    register_load_state_dict_pre_hook = torch.nn.Module._register_load_state_dict_pre_hook
     reparametrize_module = stateless._reparametrize_module
     clip_grads_with_norm = torch.nn.utils.clip_grad._clip_grads_with_norm_
     unscale_grads = torch.amp.GradScaler._unscale_grads_

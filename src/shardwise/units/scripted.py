@@ -6,11 +6,13 @@ from types import MethodType
 import torch
 from torch import nn
 
+from shardwise.torch_internals.torch_private import register_load_state_dict_pre_hook
+
 _REFUSED = (
     nn.Module.register_forward_pre_hook,
     nn.Module.register_forward_hook,
     nn.Module.register_load_state_dict_pre_hook,
-    nn.Module._register_load_state_dict_pre_hook,
+    register_load_state_dict_pre_hook,
 )
 
 

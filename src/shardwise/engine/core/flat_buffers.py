@@ -27,6 +27,7 @@ from shardwise.engine.core.master_writes import MasterWrites
 from shardwise.engine.core.precision import torch_dtype
 from shardwise.plan.placement import SHARDED, Placement
 from shardwise.program.buffers import FlatSpec
+from shardwise.torch_internals import torch_private
 from shardwise.torch_internals.torch_private import DisableTorchFunctionSubclass
 from shardwise.vocabulary.layout import ALIGNMENT, BufferCut
 
@@ -351,7 +352,7 @@ def parameter_like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
     """
     own_class = getattr(type(parameter), "_own_class", type(parameter))
     with unguarded():
-        made: nn.Parameter = torch.Tensor._make_subclass(own_class, values, parameter.requires_grad)
+        made: nn.Parameter = torch_private.make_subclass(own_class, values, parameter.requires_grad)
     made.__dict__ = parameter.__dict__
     return made
 

@@ -5,7 +5,6 @@ import warnings
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from shardwise.engine.guards.carried import describe_carried, is_packed
@@ -15,10 +14,11 @@ from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import SHARDED
 from shardwise.spec import ModelSpec
 from shardwise.spec.largest_unit import why_hardly_cut
+from shardwise.torch_internals.torch_private import BatchNorm
 from shardwise.units.scripted import class_name, scripted_around
 from shardwise.vocabulary.dtypes import compute_dtype, master_dtype
 
-_BATCH_NORMS = {kind.__name__ for kind in (*_BatchNorm.__subclasses__(), nn.SyncBatchNorm)}
+_BATCH_NORMS = {kind.__name__ for kind in (*BatchNorm.__subclasses__(), nn.SyncBatchNorm)}
 
 
 def asked_device(model: nn.Module, *, device: torch.device | str | None) -> torch.device | None:

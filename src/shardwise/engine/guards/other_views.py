@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardwise.engine.core.flat_buffers import unguarded
 from shardwise.errors import InvalidModel
 from shardwise.program.left_tensors import PLAIN
+from shardwise.torch_internals.torch_private import is_traceable_wrapper_subclass
 from shardwise.units.scripted import is_scripted, tensor_attributes
 
 # Levels of containers and objects that are searched: a module's attribute → a list of states → a state → its tensors.
