@@ -4,9 +4,8 @@ With TORCH_FR_BUFFER_SIZE set, NCCL's watchdog writes one when a collective time
 from any source, so only plain values are read.
 """
 
-import io
-import json
 import pickle
+import pickletools
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,20 +13,40 @@ from typing import Any
 
 from shardwise.autopsy.record import GroupRecord, Issued, RankRecord
 from shardwise.errors import InvalidData
-from shardwise.files.regular_file import read_at_most
+from shardwise.files.data_file import UnreadableFile, check_values, parse_json, read_content
 
 # A dump of 2,000 collectives with their stacks takes about 2 MiB.
-_MOST_BYTES = 1 << 28
-_INVALID = (ValueError, LookupError, TypeError, AttributeError, EOFError, RecursionError, pickle.UnpicklingError)
+_MOST_BYTES = 1 << 26
+_MOST_VALUES = 5_000_000
+_INVALID = (
+    *(ValueError, LookupError, TypeError, AttributeError, EOFError, OverflowError, pickle.UnpicklingError),
+    UnreadableFile,
+)
+# The instructions of a pickle that make plain values. Others call something, or make room for a length that the file
+# only claims.
+_PLAIN = frozenset(
+    (
+        *("PROTO", "FRAME", "STOP", "MARK", "POP", "POP_MARK", "DUP", "NONE", "NEWTRUE", "NEWFALSE"),
+        *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
+        *("STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
+        *("EMPTY_LIST", "LIST", "APPEND", "APPENDS", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
+        *("EMPTY_DICT", "DICT", "SETITEM", "SETITEMS"),
+        *("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE", "GET", "BINGET", "LONG_BINGET"),
+    )
+)
 # Frames of the libraries between the user's code and the backend.
 _LIBRARY = re.compile(r"[/\\](torch|shardwise)[/\\]")
 
 
-class _PlainValues(pickle.Unpickler):
-    """Unpickles only numbers, text, lists and dicts; a dump holds nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"it names {module}.{name}, and a dump holds plain values only")
+def _plain_values(content: bytes) -> Any:
+    """Return what a pickle of numbers, text, lists and dicts holds; a dump holds nothing else."""
+    for count, (code, argument, _) in enumerate(pickletools.genops(content)):
+        if code.name not in _PLAIN:
+            raise ValueError(f"it has the instruction {code.name}, and a dump holds plain values only")
+        # Python's reader makes room for all numbers up to that of a stored value.
+        if count >= _MOST_VALUES or ("PUT" in code.name and int(argument or 0) > count):
+            raise ValueError(f"it stores more than {_MOST_VALUES:,} values, or a value under a number of none")
+    return pickle.loads(content)
 
 
 def read_dump(path: Path) -> RankRecord:
@@ -36,15 +55,15 @@ def read_dump(path: Path) -> RankRecord:
     if number is None:
         raise InvalidData(f"{path}: a flight recorder's dump ends in its rank, as nccl_trace_rank_0 does")
     try:
-        content = read_at_most(path, _MOST_BYTES)
-        found = json.loads(content) if content[:1] == b"{" else _PlainValues(io.BytesIO(content)).load()
+        content = read_content(path, most_bytes=_MOST_BYTES)
+        found = parse_json(content) if content[:1] == b"{" else _plain_values(content)
+        check_values(found, finite=True, most_values=_MOST_VALUES)
         if not isinstance(found, dict) or not isinstance(found.get("entries"), list):
             raise ValueError("it has no entries")
         return RankRecord(rank=int(number[1]), groups=_groups(found))
-    except OSError as error:
-        raise InvalidData(f"{path} cannot be read: {error.strerror}") from error
     except _INVALID as error:
-        raise InvalidData(f"{path} is not a dump of PyTorch's flight recorder: {error}") from error
+        why = " ".join(str(error).split())[:200]
+        raise InvalidData(f"{path} is not a dump of PyTorch's flight recorder: {why}") from error
 
 
 def _groups(found: Mapping[str, Any]) -> dict[str, GroupRecord]:

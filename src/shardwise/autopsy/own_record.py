@@ -8,9 +8,9 @@ from reprlib import repr as show
 from shardwise.autopsy.record import RankRecord
 from shardwise.errors import InvalidData
 from shardwise.files.atomic import atomic_write
+from shardwise.files.data_file import UnreadableFile, read_json
 from shardwise.files.form import WrongForm, anything, table
 from shardwise.files.keys import object_of
-from shardwise.files.regular_file import read_at_most
 
 PREFIX = "autopsy-rank-"
 _FORMAT = 1
@@ -37,13 +37,11 @@ def clear_records(folder: Path) -> None:
 
 def read_record(path: Path) -> RankRecord:
     try:
-        found = table(anything)(json.loads(read_at_most(path, _MOST_BYTES)), "")
+        found = table(anything)(read_json(path, most_bytes=_MOST_BYTES), "")
         written = found.pop("shardwise", None)
         if written != _FORMAT:
             raise WrongForm(f"it is of format {show(written)}, and this Shardwise reads {_FORMAT}")
         record: RankRecord = object_of(RankRecord)(found, "")
-    except OSError as error:
-        raise InvalidData(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError, WrongForm) as error:
+    except (UnreadableFile, WrongForm) as error:
         raise InvalidData(f"{path} is not a record of a rank: {' '.join(str(error).split())[:200]}") from error
     return record

@@ -16,8 +16,8 @@ from shardwise.bench.case_result import CaseResult
 from shardwise.bench.results_form import read_bench
 from shardwise.errors import ShardwiseError
 from shardwise.files.atomic import atomic_write
+from shardwise.files.data_file import UnreadableFile, read_json
 from shardwise.files.form import WrongForm
-from shardwise.files.regular_file import read_at_most
 from shardwise.vocabulary.html_table import html_table
 from shardwise.vocabulary.quantities import bytes_text
 
@@ -127,13 +127,12 @@ def load_bench(folder: Path) -> Bench:
     """Read the bench in a folder; `folder` may be the file itself."""
     path = folder / FILE if folder.is_dir() else folder
     try:
-        data = json.loads(read_at_most(path, _MOST_BYTES))
-    except OSError as error:
-        raise InvalidBench(
-            f"{folder}: there is no {FILE} ({error.strerror}); `shardwise bench … --out DIR` makes one"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise InvalidBench(f"{path}: is not JSON ({error})") from error
+        data = read_json(path, most_bytes=_MOST_BYTES)
+    except UnreadableFile as error:
+        if error.is_missing:
+            line = f"{folder}: there is no {FILE} in it; `shardwise bench … --out DIR` makes one"
+            raise InvalidBench(line) from error
+        raise InvalidBench(f"{path}: {error}") from error
     found = data.get("format") if isinstance(data, dict) else None
     if isinstance(found, bool) or found != _FORMAT:
         shown = found if isinstance(found, int) and abs(found) < 2**63 else f"{found!r:.40}"

@@ -12,6 +12,7 @@ from typing import Any
 
 from shardwise.bench.case_result import UnitOutline
 from shardwise.bench.tape_spans import Happening
+from shardwise.files.data_file import read_json
 from shardwise.profile.memory_ledger import MemoryLedger
 from shardwise.train.config import TrainConfig
 
@@ -75,7 +76,7 @@ class Found:
 
     @classmethod
     def load(cls, folder: Path, *, rank: int) -> "Found":
-        data = json.loads((folder / f"rank-{rank}.json").read_text(encoding="utf-8"))
+        data = read_json(folder / f"rank-{rank}.json", most_bytes=2**30, finite=False)
         return cls(
             **{
                 **data,

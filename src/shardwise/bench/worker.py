@@ -33,6 +33,7 @@ from shardwise.bench.taped_steps import NUM_TAPED, recorded_step, with_rows, wit
 from shardwise.comm.agreement import meet
 from shardwise.comm.join import Place, joined
 from shardwise.engine.protocol import find_engine
+from shardwise.files.data_file import read_json
 from shardwise.launch.failure import LOG, report, write_to_log
 from shardwise.profile.recording import WARM_UP_STEPS, StepRecording, allocations_on
 from shardwise.torch_internals import torch_private
@@ -195,7 +196,7 @@ def main(folder: str) -> None:
     if LOG in os.environ:
         # The terminal is for the bench; torch's profiler and other engines print messages.
         write_to_log(1, 2)
-    run = BenchRun.from_data(json.loads(Path(folder, ASKED).read_text(encoding="utf-8")))
+    run = BenchRun.from_data(read_json(Path(folder, ASKED)))
     run_rank(run).save(Path(folder))
 
 

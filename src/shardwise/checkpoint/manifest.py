@@ -29,8 +29,8 @@ from shardwise.checkpoint.slice_runs import SliceRun, cover, slices_between
 from shardwise.checkpoint.tensor_file import checksum
 from shardwise.checkpoint.typed import dtype_name, dtype_of
 from shardwise.errors import CheckpointError
+from shardwise.files.data_file import UnreadableFile, read_json
 from shardwise.files.form import WrongForm, anything, each, number, optional, record, row, string, switch, table, whole
-from shardwise.files.regular_file import read_at_most
 
 FILE_NAME = "manifest.json"
 FORMAT = "shardwise-checkpoint"
@@ -184,13 +184,13 @@ def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a checkpoint; raise, in one line, if it is missing, damaged or not ours."""
     path = folder / FILE_NAME
     try:
-        text = read_at_most(path, _MOST_BYTES)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{folder}: is not a checkpoint; it has no {FILE_NAME}") from error
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+        # A user's progress may hold NaN.
+        outer = read_json(path, most_bytes=_MOST_BYTES, finite=False)
+    except UnreadableFile as error:
+        if error.is_missing:
+            raise CheckpointError(f"{folder}: is not a checkpoint; it has no {FILE_NAME}") from error
+        raise CheckpointError(f"{path}: {error}") from error
     try:
-        outer = json.loads(text)
         if outer["format"] != FORMAT or outer["version"] not in (_LISTS_BOXES, _LISTS_SLICES):
             raise CheckpointError(
                 f"{path}: is {outer['format']} {outer['version']}; this reads {FORMAT} {_LISTS_BOXES} and "
@@ -199,7 +199,7 @@ def read_manifest(folder: Path) -> Manifest:
         if zlib.crc32(json.dumps(outer["body"]).encode()) != outer["crc32"]:
             raise CheckpointError(f"{path}: is damaged: it does not have its checksum")
         return _from_body(outer["body"])
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, WrongForm) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, WrongForm) as error:
         raise CheckpointError(f"{path}: is damaged or not a manifest ({type(error).__name__}: {error})") from error
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import CheckpointError
+from shardwise.files.data_file import UnreadableFile, parse_json
 from shardwise.files.regular_file import open_to_read
 
 DTYPES = {
@@ -99,7 +100,7 @@ class TensorFile:
         if num_bytes < 8 or length > min(num_bytes - 8, _MOST_HEADER_BYTES):
             raise CheckpointError(f"{self.path}: is not a safetensors file, or was cut short")
         try:
-            header = json.loads(self._file.read(length))
+            header = parse_json(self._file.read(length))
             header.pop("__metadata__", None)
             for name, item in header.items():
                 begin, end = item["data_offsets"]
@@ -108,7 +109,7 @@ class TensorFile:
                     raise ValueError(f"{name} lies outside of the file")
                 self.entries[name] = entry
                 self._begins[name] = 8 + length + begin
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, UnreadableFile) as error:
             raise CheckpointError(f"{self.path}: its header is malformed ({error})") from error
 
     def read(self, name: str) -> Tensor:

@@ -11,6 +11,7 @@ from typer import Option
 from shardwise.cli.shared_options import DeviceKind, device_kind
 from shardwise.cli.terminal import check_output
 from shardwise.errors import InvalidCluster, InvalidData
+from shardwise.files.data_file import UnreadableFile, read_json
 
 
 def calibrate(
@@ -84,11 +85,9 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        measured = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidData(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise InvalidData(f"{path}: is not JSON ({' '.join(str(error).split())})") from error
+        measured = read_json(path)
+    except UnreadableFile as error:
+        raise InvalidData(f"{path}: {error}") from error
     if not isinstance(measured, dict):
         raise InvalidData(f"{path}: not a file of measurements of `shardwise calibrate`")
     return measured

@@ -74,7 +74,7 @@ def doctor(
 
 def _setup(path: Path) -> "ForeignSetup":
     """Read a file as a setup; a plan of Shardwise is a setup without settings of another tool."""
-    from shardwise.files.toml_file import read_toml
+    from shardwise.files.data_file import read_toml
     from shardwise.interchange.foreign_setup import ForeignSetup
     from shardwise.interchange.from_torchtitan import is_torchtitan
     from shardwise.interchange.recognise import read_setup

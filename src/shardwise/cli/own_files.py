@@ -8,14 +8,14 @@ a token file                 OUT.bin and OUT.idx of `shardwise tokens`
 records of a failed job      autopsy-rank-N.json
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import InvalidData, InvalidPlan, ShardwiseError
-from shardwise.files.toml_file import read_toml
+from shardwise.files.data_file import UnreadableFile, parse_json, read_json, read_text, read_toml
 
+_MOST_METRICS_BYTES = 2**32
 _CLUSTER_KEYS = {"num_nodes", "devices_per_node", "device", "fabric", "link"}
 
 
@@ -72,15 +72,15 @@ def _metrics(path: Path) -> str | None:
     if path.name != "metrics.jsonl":
         return None
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        last = json.loads(lines[-1]) if lines else {}
-    except FileNotFoundError:
-        return "no step yet"
-    except (OSError, ValueError) as error:
-        raise InvalidData(f"{path}: cannot be read as one JSON object per line ({error})") from error
+        lines = read_text(path, most_bytes=_MOST_METRICS_BYTES).splitlines()
+        last = parse_json(lines[-1]) if lines else {}
+    except UnreadableFile as error:
+        if error.is_missing:
+            return "no step yet"
+        raise InvalidData(f"{path}: is not one JSON object per line: {error}") from error
     if not isinstance(last, dict) or "step" not in last:
         return "no step yet" if not lines else f"{len(lines)} lines without a step"
-    return f"metrics of {len(lines):,} steps, the last {last['step']:,} with loss {last.get('loss')}"
+    return f"metrics of {len(lines):,} steps, the last {last['step']} with loss {last.get('loss')}"
 
 
 def _cluster(path: Path) -> str | None:
@@ -119,7 +119,7 @@ def _json_keys(path: Path) -> set[str]:
     if path.suffix != ".json" or not path.is_file():
         return set()
     try:
-        found: Any = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        found: Any = read_json(path, most_bytes=2**26)
+    except UnreadableFile:
         return set()
     return set(found) if isinstance(found, Mapping) else set()

@@ -1,7 +1,10 @@
 """Image datasets: the handwritten digits of scikit-learn, folders of image files, and random images for benchmarks."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,8 +12,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from shardwise.errors import InvalidData, MissingExtra
+from shardwise.files.regular_file import open_to_read
 
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm"}
+# 1.5 GiB as RGB.
+_MOST_PIXELS = 2**29
 # Mean and standard deviation of ImageNet's channels; published vision models are trained on images normalised by them.
 _MEAN = (0.485, 0.456, 0.406)
 _STD = (0.229, 0.224, 0.225)
@@ -45,10 +51,9 @@ class ImageFolder(Dataset[tuple[Tensor, Tensor]]):
 
     def __init__(self, folder: str | Path, *, image_size: int, num_channels: int = 3) -> None:
         try:
-            from PIL import Image
+            import PIL  # noqa: F401
         except ImportError:
             raise MissingExtra.of("pillow", needed_for="a folder of images") from None
-        self._open = Image.open
         self.folder = Path(folder)
         self.image_size = image_size
         self.num_channels = num_channels
@@ -74,7 +79,7 @@ class ImageFolder(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         path, label = self.files[index]
         try:
-            with self._open(path) as file:
+            with _opened(path) as file:
                 image = file.convert("L" if self.num_channels == 1 else "RGB")
         except (OSError, ValueError, SyntaxError) as error:  # Pillow raises all three for damaged files
             raise InvalidData(f"{path}: is not a complete image ({error})") from error
@@ -85,6 +90,24 @@ class ImageFolder(Dataset[tuple[Tensor, Tensor]]):
         pixels = np.asarray(image, dtype=np.float32).reshape(self.image_size, self.image_size, -1) / 255
         mean, std = (np.array(values[: pixels.shape[-1]], dtype=np.float32) for values in (_MEAN, _STD))
         return torch.from_numpy(((pixels - mean) / std).transpose(2, 0, 1).copy()), torch.tensor(label)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open an image of up to _MOST_PIXELS. Pillow's own limit, on which it raises an error, is a third of that."""
+    from PIL import Image
+
+    limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
+    try:
+        with open(open_to_read(path), "rb") as content, Image.open(content) as file:
+            if prod(file.size) > _MOST_PIXELS:
+                width, height = file.size
+                raise InvalidData(
+                    f"{path}: has {width:,} × {height:,} pixels, and at most {_MOST_PIXELS:,} are read: scale it down"
+                )
+            yield file
+    finally:
+        Image.MAX_IMAGE_PIXELS = limit
 
 
 class RandomImages(Dataset[tuple[Tensor, Tensor]]):

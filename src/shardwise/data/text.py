@@ -4,7 +4,6 @@ Each document ends with one token that does not occur in text: byte 0, or the to
 """
 
 import codecs
-import json
 import os
 import sysconfig
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -17,6 +16,8 @@ from numpy.typing import NDArray
 
 from shardwise.data.tokens import TokenPiece
 from shardwise.errors import InvalidData, MissingExtra, UnknownName
+from shardwise.files.data_file import UnreadableFile, parse_json
+from shardwise.files.regular_file import open_to_read
 
 # Larger files are encoded in pieces, cut at line ends, so that memory stays bounded.
 _PIECE_CHARS = 2**20
@@ -83,7 +84,7 @@ def encode_files(paths: Iterable[Path], *, encoding: Encoding) -> Iterator[Token
 
 def _pieces(path: Path) -> Iterator[str]:
     try:
-        with path.open(encoding="utf-8", errors="strict", newline="") as file:
+        with open(open_to_read(path), encoding="utf-8", errors="strict", newline="") as file:
             while lines := file.readlines(_PIECE_CHARS):
                 yield "".join(lines)
     except UnicodeDecodeError as error:
@@ -100,10 +101,10 @@ def _json_lines(path: Path) -> Iterator[Iterable[str]]:
             if not line.strip():
                 continue
             try:
-                text = json.loads(line)["text"]
+                text = parse_json(line, finite=False)["text"]
                 if not isinstance(text, str):
                     raise TypeError
-            except (ValueError, KeyError, TypeError) as error:
+            except (KeyError, TypeError, UnreadableFile) as error:
                 raise InvalidData(f'{path}, line {number}: must be an object with a string "text"') from error
             yield [text]
 

@@ -22,8 +22,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from shardwise.errors import InvalidData
+from shardwise.errors import InvalidData, ShardwiseError
 from shardwise.files.atomic import atomic_write
+from shardwise.files.data_file import UnreadableFile, parse_json, read_content
+from shardwise.files.form import record, string, whole
 
 TokenPiece = tuple[NDArray[Any], bool]
 """Consecutive token numbers, and whether a document ends with them."""
@@ -32,6 +34,18 @@ _MAGIC = b"SWTOKENS"
 _VERSION = 1
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 _REWRITE = "write it again with `shardwise tokens`"
+# 8 bytes per document.
+_MOST_INDEX_BYTES = 2**33
+_COUNT = whole(least=1)
+_HEADER = record(
+    others=True,
+    version=whole(),
+    dtype=string,
+    tokenizer=string,
+    num_tokens=_COUNT,
+    num_documents=_COUNT,
+    vocab_size=_COUNT,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,28 +117,27 @@ def _pair(path: str | os.PathLike[str]) -> tuple[Path, Path]:
 
 def _read_index(path: Path) -> tuple[dict[str, Any], NDArray[np.uint64]]:
     try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise InvalidData(f"{path}: cannot be read ({error.strerror})") from error
+        data = read_content(path, most_bytes=_MOST_INDEX_BYTES)
+    except UnreadableFile as error:
+        raise InvalidData(f"{path}: {error}") from error
     try:
         if data[:8] != _MAGIC:
             raise ValueError("it does not start as one")
         (length,) = struct.unpack_from("<Q", data, 8)
-        header = json.loads(data[16 : 16 + length])
+        header = parse_json(data[16 : 16 + length])
         ends = np.frombuffer(data[16 + length :], dtype="<u8")
         _check_index(header, ends)
-    except (ValueError, KeyError, TypeError, struct.error) as error:
+    except (ValueError, LookupError, TypeError, struct.error, ShardwiseError) as error:
         raise InvalidData(f"{path}: is not a complete token index ({error}): {_REWRITE}") from error
     return header, ends
 
 
 def _check_index(header: dict[str, Any], ends: NDArray[np.uint64]) -> None:
+    _HEADER(header, "its header")
     if header["version"] != _VERSION:
         raise ValueError(f"version {header['version']}, this is version {_VERSION}")
     if header["dtype"] not in _DTYPES:
         raise ValueError(f"dtype {header['dtype']}")
-    if header["num_tokens"] < 1 or header["vocab_size"] < 1 or not isinstance(header["tokenizer"], str):
-        raise ValueError("its header makes no sense")
     if len(ends) != header["num_documents"] or int(ends[-1]) != header["num_tokens"] or (np.diff(ends) < 0).any():
         raise ValueError("its documents do not add up to its tokens")
 

@@ -9,10 +9,12 @@ import os
 from pathlib import Path
 
 from shardwise.files.atomic import atomic_write
+from shardwise.files.data_file import UnreadableFile, read_text
 
 SWITCH = "SHARDWISE_CACHE"
 # Files of each kind.
 _MOST_FILES = 100
+_MOST_BYTES = 2**28
 
 
 def cache_folder() -> Path | None:
@@ -33,8 +35,8 @@ def cached_text(kind: str, key: str) -> str | None:
     """Return the text that was kept under `key`; None if there is none, or it cannot be read."""
     path = _path(kind, key)
     try:
-        return path.read_text(encoding="utf-8") if path is not None else None
-    except (OSError, ValueError):
+        return read_text(path, most_bytes=_MOST_BYTES) if path is not None else None
+    except UnreadableFile:
         # The caller makes it again.
         return None
 

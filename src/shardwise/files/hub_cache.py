@@ -12,6 +12,7 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from shardwise.errors import InvalidModel
+from shardwise.files.data_file import UnreadableFile, read_text
 
 _CONFIG = "config.json"
 _ANSWER_SECONDS = 5.0
@@ -54,8 +55,8 @@ def _newest_snapshot(name: str) -> Path | None:
     """Return the snapshot of the main branch, or the newest one, that has a config.json."""
     repository = _repository(name)
     try:
-        main = [repository / "snapshots" / (repository / "refs" / "main").read_text().strip()]
-    except (OSError, ValueError):
+        main = [repository / "snapshots" / read_text(repository / "refs" / "main").strip()]
+    except UnreadableFile:
         main = []
     others = sorted(repository.glob("snapshots/*"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
     return next((path for path in (*main, *others) if (path / _CONFIG).is_file()), None)

@@ -17,7 +17,10 @@ def read_at_most(path: Path, num_bytes: int) -> bytes:
     with os.fdopen(open_to_read(path), "rb") as file:
         if os.fstat(file.fileno()).st_size > num_bytes:
             raise OSError(errno.EFBIG, f"is larger than {num_bytes:,} bytes", str(path))
-        return file.read()
+        content = file.read(num_bytes + 1)
+        if len(content) > num_bytes:  # files of /proc have the size 0
+            raise OSError(errno.EFBIG, f"is larger than {num_bytes:,} bytes", str(path))
+        return content
 
 
 def open_to_append(path: Path) -> int:

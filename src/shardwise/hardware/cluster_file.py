@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import InvalidCluster, ShardwiseError
+from shardwise.files.data_file import read_toml
 from shardwise.files.form import Form, anything, check_names, inside, record_of, refusing
 from shardwise.files.keys import forms_of
-from shardwise.files.toml_file import read_toml
 from shardwise.hardware.cluster import Cluster, fabric_of, make_cluster, parse_cluster
 from shardwise.hardware.device import Device, device_of, read_device
 from shardwise.hardware.link import Fabric, link_of, read_link

@@ -14,8 +14,9 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from shardwise.errors import InvalidCluster, InvalidData
+from shardwise.errors import InvalidCluster, ShardwiseError
 from shardwise.files.cache_folder import cached_text, keep_text
+from shardwise.files.data_file import parse_json
 from shardwise.hardware.cluster import Cluster
 from shardwise.hardware.host_speed import HostSpeed, read_host_speed
 
@@ -45,11 +46,11 @@ def _kept(text: str | None) -> HostSpeed | None:
     if text is None:
         return None
     try:
-        data = json.loads(text)
+        data = parse_json(text)
         if not 0 <= time.time() - data["when"] < _VALID_SECONDS:
             return None
         return read_host_speed(data["host"], where="cache")
-    except (ValueError, KeyError, TypeError, InvalidData):
+    except (ValueError, KeyError, TypeError, ShardwiseError):
         return None
 
 
@@ -62,7 +63,7 @@ def _probed(kind: str) -> HostSpeed:
     if ended.returncode:
         said = (ended.stderr.strip().splitlines() or ["it said nothing"])[-1]
         raise InvalidCluster(f"this host cannot be probed: {said}")
-    return read_host_speed(json.loads(ended.stdout.splitlines()[-1]), where="the host probe")
+    return read_host_speed(parse_json(ended.stdout.splitlines()[-1]), where="the host probe")
 
 
 def _key(kind: str, *, title: str) -> str:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.errors import ShardwiseError
+from shardwise.files.data_file import read_json
 from shardwise.hardware.calibrate import Progress, measure_device
 from shardwise.hardware.measure import synchronize
 
@@ -63,7 +64,7 @@ def measure_ranks(
         if not found.exists():
             failed = [rank for rank, process in enumerate(ranks) if process.exitcode]
             raise RankFailed(f"of {num_ranks} ranks, {failed} failed or took longer than {_LIMIT_SECONDS:.0f} s")
-        measured: dict[str, Any] = json.loads(found.read_text())
+        measured: dict[str, Any] = read_json(found, most_bytes=2**30, finite=False)
         return measured
 
 

@@ -12,16 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import InvalidData
+from shardwise.files.data_file import UnreadableFile, read_text
 
 
 def read_nccl_tests(path: str | Path) -> list[dict[str, Any]]:
     """Return one row per size, with the faster of the out-of-place and the in-place time."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise InvalidData(f"{path}: cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise InvalidData(f"{path}: is not text in UTF-8 (byte {error.start})") from error
+        text = read_text(path)
+    except UnreadableFile as error:
+        raise InvalidData(f"{path}: {error}") from error
     num_ranks = len(re.findall(r"^#\s+Rank\s+\d+", text, flags=re.MULTILINE))
     table = [line.split() for line in text.splitlines() if re.match(r"\s*\d+\s+\d+\s+\w+\s+\w+\s+-?\d+\s+[\d.]", line)]
     rows = [(int(words[0]), _timings(words)) for words in table]

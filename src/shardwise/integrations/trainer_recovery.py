@@ -22,9 +22,14 @@ from shardwise.comm.join import join_job
 from shardwise.comm.step_flags import StepFlags
 from shardwise.engine.random_states import random_states, restore_random_states
 from shardwise.errors import CheckpointError
+from shardwise.files.data_file import UnreadableFile, parse_json, read_json, read_text
+from shardwise.files.form import WrongForm, whole
 from shardwise.recovery.finding import Generation
 from shardwise.recovery.memory_key import key_for
 from shardwise.recovery.recovery import Recovery
+
+# The Trainer keeps every logged line in it.
+_MOST_STATE_BYTES = 2**30
 
 
 class TrainerRecovery:
@@ -90,7 +95,7 @@ class TrainerRecovery:
         self._last_step = step
         self._flags.exchange()
         if self._recovery.due(step):
-            progress = {"trainer": json.loads(_text(state)), "scheduler": scheduler.state_dict()}
+            progress = {"trainer": parse_json(_text(state), finite=False), "scheduler": scheduler.state_dict()}
             self._recovery.take(model, optimizer, step=step, progress=progress, own=random_states(self._device))
 
     def close(self, *, free: bool) -> None:
@@ -109,8 +114,13 @@ def _text(state: Any) -> str:
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         path = Path(folder, TRAINER_STATE_NAME)
         state.save_to_json(str(path))
-        return path.read_text()
+        return read_text(path, most_bytes=_MOST_STATE_BYTES)
 
 
 def _step_of(folder: str) -> int:
-    return int(json.loads(Path(folder, TRAINER_STATE_NAME).read_text())["global_step"])
+    path = Path(folder, TRAINER_STATE_NAME)
+    try:
+        # The Trainer writes NaN for a loss that diverged.
+        return int(whole(least=0)(read_json(path, most_bytes=_MOST_STATE_BYTES, finite=False)["global_step"], ""))
+    except (UnreadableFile, WrongForm, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: is not a state of the Trainer: {error}") from error

@@ -22,6 +22,7 @@ from typing import Any
 from shardwise.comm.rank_progress import PROGRESS
 from shardwise.errors import ShardwiseError
 from shardwise.files.atomic import atomic_write
+from shardwise.files.data_file import UnreadableFile, read_json
 from shardwise.files.regular_file import open_to_append
 
 # A rank that has failed exits within this time, whatever its threads and destructors wait for.
@@ -161,10 +162,11 @@ def write_to_log(*descriptors: int) -> None:
 def reported(path: Path) -> Failure | None:
     """Read the failure that a rank has written to `path`, if any."""
     try:
-        text = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    return Failure(**json.loads(text)["shardwise"])
+        return Failure(**read_json(path, most_bytes=2**26, finite=False)["shardwise"])
+    except UnreadableFile as error:
+        if error.is_missing:
+            return None
+        raise
 
 
 def ended(code: int, *, rank: int, log: str, noticed_by: int | None = None) -> Failure:

@@ -6,6 +6,7 @@ Exit codes: 0 success, also after SIGTERM; 1 a rank failed; 2 a user's mistake; 
 ended the job before all ranks had saved.
 """
 
+import errno
 import logging
 import signal
 import sys
@@ -102,6 +103,8 @@ def _claimed(folder: Path) -> Iterator[Path]:
     with locked(folder):
         try:
             (folder / LOGS).mkdir(exist_ok=True)
+            if (folder / LOGS).is_symlink():
+                raise OSError(errno.ELOOP, "is a link; the ranks' logs are not written through one: remove it")
         except OSError as error:
             raise InvalidFolder(f"{folder / LOGS}: cannot be written ({error.strerror})") from error
         with tempfile.TemporaryDirectory(prefix="shardwise-") as private:

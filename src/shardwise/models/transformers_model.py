@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.errors import InvalidModel, MissingExtra
+from shardwise.files.data_file import UnreadableFile, read_json
 from shardwise.models.shapes import TransformersShape
 
 
@@ -26,8 +27,10 @@ def config_of_folder(folder: str | Path) -> Any:
     """Return the config of a folder; a mistake in it is one line."""
     transformers = imported("transformers", needed_for="hf:")
     try:
+        # It may hold Infinity, as Mamba's does.
+        read_json(Path(folder, "config.json"), finite=False)
         return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (ValueError, OSError, KeyError, ImportError) as error:
+    except (ValueError, OSError, KeyError, ImportError, UnreadableFile) as error:
         raise InvalidModel(f"hf:{folder}: {' '.join(str(error).split())[:300]}") from error
 
 

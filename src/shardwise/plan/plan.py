@@ -12,9 +12,9 @@ from typing import Any, Self
 
 from shardwise.errors import InvalidPlan, ShardwiseError
 from shardwise.files.atomic import atomic_write
+from shardwise.files.data_file import read_toml
 from shardwise.files.form import refusing
 from shardwise.files.keys import check_keys, documented, to_table, values_of
-from shardwise.files.toml_file import read_toml
 from shardwise.plan.limits import LIMITS, check_settings
 from shardwise.plan.patterns import Patterns, is_among, unmatched
 from shardwise.plan.placement import AUTO, Placement, placement_of, resolve_strategy

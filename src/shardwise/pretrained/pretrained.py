@@ -7,7 +7,6 @@ One tensor (when saving, one unit) is in memory at a time, however large the mod
 that transformers writes. Models whose tensors have other shapes in files are left to transformers itself.
 """
 
-import json
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -27,12 +26,14 @@ from shardwise.engine.protocol import OwnedModel, require_engine
 from shardwise.engines import prepare
 from shardwise.errors import InvalidData, InvalidModel, ShardwiseError
 from shardwise.files.atomic import atomic_write
+from shardwise.files.data_file import UnreadableFile, read_json
 from shardwise.plan import Plan, as_plan
 from shardwise.plan.limits import LIMITS
 from shardwise.vocabulary.tested_versions import warn_if_untested
 
 # The default size of Hugging Face's files.
 _MOST_FILE_BYTES = 50 * 10**9
+_MOST_INDEX_BYTES = 2**28
 
 
 def from_pretrained(
@@ -131,11 +132,13 @@ def _files_in(folder: Path) -> list[Path]:
     if (folder / ONE_FILE).exists():
         return [folder / ONE_FILE]
     try:
-        index = json.loads((folder / INDEX).read_text())
+        index = read_json(folder / INDEX, most_bytes=_MOST_INDEX_BYTES)
         names = sorted({str(name) for name in index["weight_map"].values()})
-    except FileNotFoundError as error:
-        raise InvalidData(f"{folder} has neither {ONE_FILE} nor {INDEX}") from error
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except UnreadableFile as error:
+        if error.is_missing:
+            raise InvalidData(f"{folder} has neither {ONE_FILE} nor {INDEX}") from error
+        raise InvalidData(f"{folder / INDEX} {error}") from error
+    except (KeyError, AttributeError, TypeError) as error:
         raise InvalidData(f"{folder / INDEX} is malformed ({error})") from error
     if any(Path(name).name != name for name in names):
         raise InvalidData(f"{folder / INDEX} names files outside of its folder")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ShardwiseError
+from shardwise.files.data_file import read_json
 from shardwise.plan import Plan
 from shardwise.profile.memory_ledger import MemoryLedger
 
@@ -95,7 +96,7 @@ def rehearse_apart(rehearsal: Rehearsal) -> Measured:
         # torch's profiler prints these lines, and has no option against it.
         lines = ended.stdout.splitlines(keepends=True)
         sys.stderr.writelines(line for line in lines if not line.startswith("USDT:"))
-        return Measured.from_data(json.loads(found.read_text()))
+        return Measured.from_data(read_json(found, most_bytes=2**30, finite=False))
 
 
 def _failure(rehearsal: Rehearsal, *, code: int, output: str) -> RehearsalFailed:

@@ -25,6 +25,7 @@ from shardwise.comm.join import joined
 from shardwise.engines import prepare
 from shardwise.errors import ShardwiseError
 from shardwise.files.atomic import atomic_write
+from shardwise.files.data_file import read_json
 from shardwise.models.muon import MuonWithAdamW, split_off_matrices
 from shardwise.plan.limits import LIMITS
 from shardwise.profile.cuda_allocations import AllocatorHistory
@@ -168,7 +169,7 @@ class _InsteadOfMeta(TorchFunctionMode):
 
 def main(asked: str, found: str) -> None:
     try:
-        measured = rehearse(Rehearsal.from_data(json.loads(Path(asked).read_text())))
+        measured = rehearse(Rehearsal.from_data(read_json(asked)))
     except ShardwiseError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(2)

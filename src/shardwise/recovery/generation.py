@@ -24,6 +24,7 @@ from shardwise.checkpoint.contents import StatePiece
 from shardwise.checkpoint.manifest import Contents
 from shardwise.checkpoint.typed import dtype_name, dtype_of
 from shardwise.errors import CheckpointError
+from shardwise.files.data_file import UnreadableFile, parse_json
 from shardwise.files.regular_file import open_to_read, read_at_most
 
 OWN, COPY = "own", "copy"
@@ -129,7 +130,7 @@ def read_record(folder: Path, name: RecordName) -> Record:
         checksum, _, text = read_at_most(folder / str(name), _MOST_RECORD_BYTES).partition(b"\n")
         if int(checksum) != zlib.crc32(text):
             raise ValueError("checksum")
-        body: dict[str, Any] = json.loads(text)
+        body: dict[str, Any] = parse_json(text, finite=False)
         pieces = tuple(
             StoredPiece(
                 name=piece,
@@ -143,7 +144,7 @@ def read_record(folder: Path, name: RecordName) -> Record:
             for piece, dtype, shape, start, count, begin, total in body["pieces"]
         )
         return Record(name=name, data=body["data"], contents=Contents(**body["contents"]), pieces=pieces)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, UnreadableFile) as error:
         raise CheckpointError(f"the snapshot of rank {name.rank}, step {name.step}, is damaged: its record") from error
 
 

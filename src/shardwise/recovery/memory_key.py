@@ -12,7 +12,7 @@ from pathlib import Path
 from shardwise.comm.job_environment import SNAPSHOTS, rendezvous_of, start_of
 from shardwise.errors import CheckpointError, InvalidJob
 from shardwise.files.atomic import atomic_write
-from shardwise.files.regular_file import read_at_most
+from shardwise.files.data_file import UnreadableFile, read_json
 from shardwise.recovery.memory_folder import free_memory, is_key, new_key
 from shardwise.torch_internals.torch_private import TCPStore
 
@@ -23,8 +23,8 @@ _IN_STORE = "shardwise/snapshots"
 def key_in(folder: Path) -> str | None:
     """Return the key that a folder keeps; None if it has none, or if the file is not ours."""
     try:
-        key = json.loads(read_at_most(folder / FILE_NAME, 4096))["key"]
-    except (OSError, ValueError, KeyError, TypeError):
+        key = read_json(folder / FILE_NAME, most_bytes=4096)["key"]
+    except (UnreadableFile, KeyError, TypeError):
         return None
     return key if is_key(key) else None
 

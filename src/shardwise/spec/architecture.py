@@ -22,6 +22,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from shardwise.files.data_file import UnreadableFile, parse_json, read_json
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.store import decode
 
@@ -62,15 +63,15 @@ class Architecture:
         """Return the spec with the traces of `ways` that there are laws for."""
         text = json.dumps(self.laws["spec"]).replace("{last}", str(self.sizes["l"] - 1))
         text = re.sub(r"x\{(.*?)\}", lambda found: f"x{value_of(found[1], self.sizes)}", text)
-        data = _filled(json.loads(text), self.sizes)
+        data = _filled(parse_json(text), self.sizes)
         return decode({**data, "name": name, "seq": self.seq}, ways=ways)
 
 
 def architecture_of(folder: str | Path, *, seq: int | None) -> Architecture | None:
     """Return the architecture of a folder's config.json, if its laws are known and hold for samples of this length."""
     try:
-        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        config = read_json(Path(folder) / "config.json")
+    except UnreadableFile:
         return None
     if not isinstance(config, dict):
         return None
@@ -101,7 +102,7 @@ def value_of(polynomial: str, sizes: Mapping[str, int]) -> int:
 def _stored(model_type: str) -> tuple[dict[str, Any], ...]:
     if not re.fullmatch(r"\w+", model_type):
         return ()
-    return tuple(json.loads(path.read_text()) for path in sorted(FOLDER.glob(f"{model_type}-*.json")))
+    return tuple(read_json(path) for path in sorted(FOLDER.glob(f"{model_type}-*.json")))
 
 
 @cache

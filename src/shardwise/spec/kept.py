@@ -15,6 +15,7 @@ from pathlib import Path
 
 from shardwise.errors import InvalidData
 from shardwise.files.cache_folder import cached_text, keep_text
+from shardwise.files.data_file import UnreadableFile, read_text
 from shardwise.files.hub_cache import config_folder
 from shardwise.spec.adaptation import Adaptation
 from shardwise.spec.model import ModelSpec
@@ -75,8 +76,8 @@ def keep_spec(key: str | None, spec: ModelSpec) -> None:
 
 def _text(path: Path) -> str | None:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError):
+        return read_text(path)
+    except UnreadableFile:
         return None
 
 

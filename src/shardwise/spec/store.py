@@ -14,11 +14,11 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from operator import attrgetter
-from pathlib import Path
 from typing import Any, TypeVar
 
 from shardwise.errors import InvalidData, ShardwiseError
 from shardwise.files.atomic import atomic_write
+from shardwise.files.data_file import UnreadableFile, parse_json, read_content
 from shardwise.spec.law import Law
 from shardwise.spec.model import ANNOUNCED, ModelSpec, UnitSpec
 from shardwise.spec.step import Act, Op, Run, StepRow, StepTrace, StorageEvent, Stream, What
@@ -28,6 +28,7 @@ Item = TypeVar("Item")
 
 FORMAT = 1
 """Increased when older files can no longer be read."""
+_MOST_BYTES = 2**28
 
 
 def save_spec(spec: ModelSpec, path: str | os.PathLike[str]) -> None:
@@ -42,19 +43,19 @@ def encode_text(spec: ModelSpec) -> str:
 def load_spec(path: str | os.PathLike[str], *, ways: Collection[tuple[str, str]] | None = None) -> ModelSpec:
     """Read a spec with the traces of `ways` (computes in, recompute), or with all."""
     try:
-        text = Path(path).read_bytes()
-    except OSError as error:
-        raise InvalidData(f"{path}: cannot be read ({error.strerror})") from error
+        text = read_content(path, most_bytes=_MOST_BYTES)
+    except UnreadableFile as error:
+        raise InvalidData(f"{path}: {error}") from error
     return decode_text(text, where=str(path), ways=ways)
 
 
 def decode_text(text: str | bytes, *, where: str, ways: Collection[tuple[str, str]] | None = None) -> ModelSpec:
     """Return the spec of a text that `encode_text` made; `where` names it in errors."""
     try:
-        return decode(json.loads(text), ways=ways)
+        return decode(parse_json(text), ways=ways)
     except ShardwiseError as error:
         raise InvalidData(f"{where}: {error}") from error
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         raise InvalidData(f"{where}: is not a spec of format {FORMAT} ({type(error).__name__}: {error})") from error
 
 

@@ -18,6 +18,7 @@ from shardwise.comm.agreement import exchange
 from shardwise.comm.join import Place
 from shardwise.errors import InvalidPlan
 from shardwise.files.atomic import atomic_write
+from shardwise.files.data_file import UnreadableFile, parse_json, read_json
 from shardwise.hardware import Cluster
 from shardwise.plan import Plan
 from shardwise.planner.search.auto import solve_plan
@@ -144,7 +145,7 @@ class ChosenPlan:
         del sections["auto"]["probe"]
         asked = {name: sections[name] for name in ("plan", "auto", "optimizer", "task")}
         cluster = self.cluster
-        found: dict[str, Any] = json.loads(
+        found: dict[str, Any] = parse_json(
             json.dumps({**asked, "cluster": str(cluster), "capacity_bytes": capacity_bytes(cluster)})
         )
         return found
@@ -174,10 +175,10 @@ def choose_plan(config: TrainConfig, *, place: Place, fresh: bool, replan: bool 
 def _kept(folder: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
     """Return an earlier start's auto.json, if its question was the same and the file is valid."""
     try:
-        found: dict[str, Any] = json.loads((folder / AUTO).read_text(encoding="utf-8"))
+        found: dict[str, Any] = read_json(folder / AUTO)
         Plan.from_dict(found["plan"])
         return found if found["asked"] == asked and isinstance(found["said"], str) else None
-    except (OSError, ValueError, KeyError, TypeError, InvalidPlan):
+    except (KeyError, TypeError, InvalidPlan, UnreadableFile):
         return None
 
 

@@ -7,7 +7,6 @@ The run folder holds the resolved config with every key; it is itself a CONFIG.t
 
 import json
 import os
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any, Self
 
 from shardwise.errors import InvalidPlan, ShardwiseError
 from shardwise.files.atomic import atomic_write
-from shardwise.files.toml_file import read_toml
+from shardwise.files.data_file import UnreadableFile, parse_toml, read_toml
 from shardwise.plan import Plan
 from shardwise.plan.limits import LIMITS
 from shardwise.train.config_section import ConfigSection, InvalidConfig, unknown_key
@@ -180,8 +179,8 @@ def _setting(text: str) -> dict[str, Any]:
     name, equals, value = (part.strip() for part in text.partition("="))
     for spelling in (value, json.dumps(value)):
         try:
-            found = tomllib.loads(f"{name} = {spelling}") if equals and "\n" not in text else {}
-        except ValueError:
+            found = parse_toml(f"{name} = {spelling}") if equals and "\n" not in text else {}
+        except UnreadableFile:
             continue
         if found and all(isinstance(table, dict) for table in found.values()):
             return found

@@ -21,8 +21,12 @@ from torch import Tensor
 
 from shardwise.comm.agreement import exchange
 from shardwise.files.atomic import atomic_write
+from shardwise.files.data_file import UnreadableFile, parse_json, read_content
 from shardwise.files.regular_file import open_to_append
+from shardwise.train.config_section import InvalidConfig
 
+# A line takes about 500 bytes.
+_MOST_BYTES = 2**34
 _SCALARS = ("loss", "grad_norm", "lr", "samples_per_s", "peak_bytes")
 
 
@@ -200,10 +204,15 @@ class JsonLines:
     """`metrics.jsonl`: each step exactly once, also after a restart, which redoes the steps after `last_step`."""
 
     def __init__(self, path: Path, *, last_step: int) -> None:
-        # First, to refuse a link: only this run's own file may be cut or written. Cutting replaces the file.
-        os.close(open_to_append(path))
-        _cut_after(path, last_step=last_step)
-        self._file = os.fdopen(open_to_append(path), "a", encoding="utf-8")
+        try:
+            # First, to refuse a link: only this run's own file may be cut or written. Cutting replaces the file.
+            os.close(open_to_append(path))
+            _cut_after(path, last_step=last_step)
+            self._file = os.fdopen(open_to_append(path), "a", encoding="utf-8")
+        except OSError as error:
+            raise InvalidConfig(f"{path}: cannot be written ({error.strerror}): move it away") from error
+        except UnreadableFile as error:
+            raise InvalidConfig(f"{path}: {error}: move it away") from error
 
     def write(self, steps: Sequence[StepMetrics]) -> None:
         self._file.writelines(metrics.to_json() + "\n" for metrics in steps)
@@ -217,7 +226,7 @@ class JsonLines:
 
 def _cut_after(path: Path, *, last_step: int) -> None:
     """Keep the complete lines of steps up to `last_step`: a killed run may have left later ones, and half a line."""
-    text = path.read_bytes()
+    text = read_content(path, most_bytes=_MOST_BYTES)
     kept = [line for line in text.splitlines(keepends=True) if line.endswith(b"\n") and _step(line) <= last_step]
     if b"".join(kept) != text:
         with atomic_write(path) as file:
@@ -226,8 +235,8 @@ def _cut_after(path: Path, *, last_step: int) -> None:
 
 def _step(line: bytes) -> float:
     try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+        return int(parse_json(line)["step"])
+    except (UnreadableFile, ValueError, KeyError, TypeError):
         return math.inf
 
 

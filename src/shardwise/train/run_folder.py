@@ -29,6 +29,8 @@ from shardwise.checkpoint.disk import Disk
 from shardwise.checkpoint.folder import checkpoints_in, sweep
 from shardwise.errors import InvalidPlan
 from shardwise.files.atomic import atomic_write
+from shardwise.files.data_file import UnreadableFile, read_json, read_toml
+from shardwise.files.form import WrongForm, whole
 from shardwise.recovery.memory_key import forget
 from shardwise.train.config import TrainConfig
 from shardwise.train.config_section import InvalidConfig
@@ -114,12 +116,10 @@ def _state(path: Path) -> str:
 
 def _saved_step(folder: Path) -> int | None:
     try:
-        text = (folder / _SAVED).read_bytes()
-    except FileNotFoundError:
-        return None
-    try:
-        return int(json.loads(text)["step"])
-    except (ValueError, KeyError, TypeError):
+        return int(whole(least=0)(read_json(folder / _SAVED)["step"], ""))
+    except UnreadableFile as error:
+        return None if error.is_missing else 0
+    except (KeyError, TypeError, WrongForm):
         return 0
 
 
@@ -157,14 +157,10 @@ def _changes(config: TrainConfig) -> dict[str, tuple[Any, Any]]:
 
 def read_config(folder: Path) -> TrainConfig:
     """Return the resolved config of the run in a folder."""
-    import tomllib
-
     try:
-        return TrainConfig.from_dict(tomllib.loads((folder / _CONFIG).read_text(encoding="utf-8")))
-    except (OSError, ValueError, InvalidConfig, InvalidPlan) as error:
-        raise InvalidConfig(
-            f"{folder / _CONFIG}: cannot be read ({' '.join(str(error).split())}): --fresh starts the run again"
-        ) from error
+        return TrainConfig.from_dict(read_toml(folder / _CONFIG))
+    except (UnreadableFile, InvalidConfig, InvalidPlan) as error:
+        raise InvalidConfig(f"{folder / _CONFIG}: {error}: --fresh starts the run again") from error
 
 
 def earlier_steps(folder: Path) -> tuple[TrainConfig, int | None] | None:
@@ -180,8 +176,8 @@ def samples_of_step(folder: Path) -> int | None:
         return None
     plan = read_config(folder).plan
     try:
-        num_ranks = int(json.loads((folder / _ENVIRONMENT).read_text(encoding="utf-8"))["num_ranks"])
-    except (OSError, ValueError, KeyError, TypeError):
+        num_ranks = whole(least=1)(read_json(folder / _ENVIRONMENT)["num_ranks"], "num_ranks")
+    except (UnreadableFile, KeyError, TypeError, WrongForm):
         return None
     return None if plan.micro_batch is None else plan.micro_batch * plan.accumulate * num_ranks
 

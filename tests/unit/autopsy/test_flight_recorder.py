@@ -112,3 +112,43 @@ def test_the_command_says_who_stopped(tmp_path: Path, capsys: pytest.CaptureFixt
     run("autopsy", str(tmp_path), "--json")
     (finding,) = json.loads(capsys.readouterr().out)["findings"]
     assert (finding["kind"], finding["ranks"]) == ("stopped", [1])
+
+
+def _multiplied() -> list[Any]:
+    value: list[Any] = [1] * 100
+    for _ in range(6):
+        value = [value] * 100
+    return value
+
+
+_HEAD = b"\x80\x05"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        # A bytearray of 2**50 bytes, and a value that is stored under the number 2**32 - 1.
+        (_HEAD + b"\x96" + (2**50).to_bytes(8, "little") + b".", "has the instruction|expected"),
+        (_HEAD + b"]r\xff\xff\xff\xff.", "a value under a number of none"),
+        (_HEAD + b"\x8d" + (2**62).to_bytes(8, "little") + b".", "expected"),
+        (_HEAD + b"]" * 50_000_000 + b".", "stores more than 5,000,000 values"),
+        (pickle.dumps(dump(entry(1, input_sizes=_multiplied()))), "stands for more than 5,000,000 values"),
+        (b'{"entries": [' + b"[" * 100_000 + b"]" * 100_000 + b"]}", "nested too deeply"),
+        (b'{"entries": [{"collective_seq_id": Infinity}]}', "must be finite"),
+    ],
+)
+def test_lengths_and_nesting_that_a_dump_only_claims_are_refused(tmp_path: Path, content: bytes, line: str) -> None:
+    path = tmp_path / "nccl_trace_rank_0"
+    path.write_bytes(content)
+    with pytest.raises(InvalidData, match=rf"nccl_trace_rank_0 is not a dump of PyTorch's flight recorder: .*{line}"):
+        read_dump(path)
+
+
+def test_lists_that_are_nested_in_a_pickle_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "nccl_trace_rank_0"
+    # Python's own writer of pickles is recursive.
+    deep = b"]" * 500_000 + b"a" * 499_999
+    path.write_bytes(_HEAD + b"}\x8c\x07entries]" + deep + b"as.")
+    with pytest.raises(InvalidData, match="nested too deeply: more than 100 levels"):
+        read_dump(path)

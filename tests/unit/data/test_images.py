@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import numpy as np
@@ -74,3 +75,25 @@ def test_random_images_are_a_function_of_the_index() -> None:
     assert len({tuple(data[index][0].flatten().tolist()) for index in range(10)}) == 10
     with pytest.raises(IndexError):
         data[10]
+
+
+def test_a_large_image_is_read_and_a_huge_one_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cat").mkdir()
+    path = tmp_path / "cat" / "0.png"
+    Image.new("L", (64, 48)).save(path)
+    # Pillow raises an error from twice its own limit on.
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1_000)
+    folder = ImageFolder(tmp_path, image_size=8)
+    assert folder[0][0].shape == (3, 8, 8)
+    assert Image.MAX_IMAGE_PIXELS == 1_000
+    monkeypatch.setattr("shardwise.data.images._MOST_PIXELS", 3_000)
+    with pytest.raises(InvalidData, match=r"0\.png: has 64 × 48 pixels, and at most 3,000 are read: scale it down"):
+        folder[0]
+
+
+@pytest.mark.timeout(20)
+def test_an_image_that_is_no_regular_file_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "cat").mkdir()
+    os.mkfifo(tmp_path / "cat" / "0.png")
+    with pytest.raises(InvalidData, match=r"0\.png: is not a complete image .*is not a regular file"):
+        ImageFolder(tmp_path, image_size=8)[0]

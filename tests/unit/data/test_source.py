@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import numpy as np
@@ -99,3 +100,11 @@ def test_text_is_encoded_by_bytes_or_by_a_tokenizer(tmp_path: Path) -> None:
         token_splits(f"text:{tmp_path / 'nowhere.txt'}", seq=8, vocab_size=256)
     with pytest.raises(InvalidData, match="there is no such tokenizer.json"):
         token_splits(f"text:{tmp_path / 'notes.txt'}", seq=8, vocab_size=256, tokenizer=tmp_path / "tokenizer.json")
+
+
+@pytest.mark.timeout(20)
+def test_text_that_is_no_regular_file_is_one_line(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.txt")
+    for path in (tmp_path / "pipe.txt", Path("/dev/zero")):
+        with pytest.raises(InvalidData, match=f"{path}: cannot be read .is not a regular file"):
+            token_splits(f"text:{path}", seq=8, vocab_size=256)

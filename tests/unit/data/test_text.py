@@ -98,3 +98,10 @@ def test_a_python_without_sources_is_one_line(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(text.sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(InvalidData, match="has no source files"):
         stdlib_tokens()
+
+
+def test_a_line_that_is_nested_too_deeply_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n' + "[" * 100_000 + "\n")
+    with pytest.raises(InvalidData, match=r'a\.jsonl, line 2: must be an object with a string "text"'):
+        list(encode_files([path], encoding=byte_encoding()))

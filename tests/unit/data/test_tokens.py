@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import numpy as np
@@ -143,3 +144,20 @@ def test_random_tokens_are_a_function_of_the_index() -> None:
     assert torch.equal(data[3][0], data[3][0])
     assert torch.equal(data[3][0][1:], data[3][1][:-1])
     assert not torch.equal(data[3][0], data[4][0])
+
+
+@pytest.mark.timeout(20)
+def test_an_index_that_is_no_file_or_holds_no_counts_is_one_line(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "t", [(np.arange(9), True)], vocab_size=16, tokenizer="bytes")
+    index = tmp_path / "t.idx"
+    content = index.read_bytes()
+    for number in (b"Infinity", b"1e99", b"true"):
+        header = content[16:].partition(b"}")[0].replace(b'"vocab_size": 16', b'"vocab_size": ' + number) + b"}"
+        ends = content[16:].partition(b"}")[2]
+        index.write_bytes(content[:8] + len(header).to_bytes(8, "little") + header + ends)
+        with pytest.raises(InvalidData, match=r"t\.idx: is not a complete token index .*(finite|whole number)"):
+            open_tokens(tmp_path / "t")
+    index.unlink()
+    os.mkfifo(index)
+    with pytest.raises(InvalidData, match=r"t\.idx: cannot be read .is not a regular file"):
+        open_tokens(tmp_path / "t")

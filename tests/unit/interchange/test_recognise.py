@@ -36,3 +36,13 @@ def test_a_value_inside_of_itself_is_refused(tmp_path: Path) -> None:
     path.write_text("distributed_type: FSDP\nfsdp_config: &own\n  inside: *own\n")
     with pytest.raises(InvalidPlan, match="by aliases"):
         read_setup(path)
+
+
+@pytest.mark.timeout(20)
+def test_merges_that_multiply_are_refused(tmp_path: Path) -> None:
+    lines = ["distributed_type: FSDP", "a0: &a0 {x: 1, y: 2}"]
+    lines += [f"a{n}: &a{n}\n  <<: [" + ", ".join([f"*a{n - 1}"] * 9) + "]" for n in range(1, 12)]
+    path = tmp_path / "accelerate.yaml"
+    path.write_text("\n".join(lines))
+    with pytest.raises(InvalidPlan, match="by aliases"):
+        read_setup(path)

@@ -8,6 +8,7 @@ import pytest
 
 from reliability.said import say
 from shardwise.launch.folder_lock import InvalidFolder, locked
+from shardwise.launch.launch import run_job
 
 
 @pytest.mark.ledger("lock-is-a-link", outcome="refused")
@@ -46,3 +47,14 @@ def test_a_folder_in_use_is_refused_and_a_holder_that_ends_in_time_is_waited_for
     with locked(tmp_path, wait_seconds=10.0):
         pass
     os.wait()
+
+
+def test_logs_are_not_written_through_a_link(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "logs").symlink_to(elsewhere)
+    with pytest.raises(InvalidFolder, match="logs: cannot be written .is a link; .* remove it"):
+        run_job([], num_ranks=1, max_restarts=0, folder=run, grace_seconds=1.0, program="none")
+    assert list(elsewhere.iterdir()) == []

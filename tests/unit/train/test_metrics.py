@@ -1,4 +1,6 @@
 import json
+import os
+from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -6,6 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from shardwise.train.config_section import InvalidConfig
 from shardwise.train.metrics import JsonLines, StepMetrics, TensorBoard
 from shardwise.train.progress import PlainLines, ProgressBar, progress_on
 
@@ -132,3 +135,25 @@ def test_what_compiling_took_is_in_the_line_of_its_step_and_on_the_console(tmp_p
     PlainLines(Console(file=out, width=60), first_step=0, num_steps=9).write(steps)
     assert out.getvalue().count("torch.compile") == 1
     assert "step 1  torch.compile took 12.3 s of it\n" in out.getvalue()
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["pipe", "link", "folder"])
+def test_metrics_that_are_no_file_of_the_run_are_one_line(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    make: dict[str, Callable[[], object]] = {
+        "pipe": lambda: os.mkfifo(path),
+        "link": lambda: path.symlink_to(tmp_path / "elsewhere"),
+        "folder": path.mkdir,
+    }
+    make[kind]()
+    with pytest.raises(InvalidConfig, match=r"metrics\.jsonl: cannot be written \(.*\): move it away"):
+        JsonLines(path, last_step=0)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_lines_of_metrics_that_cannot_be_read_are_cut(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": Infinity}\n' + "[" * 100_000 + "\n")
+    JsonLines(path, last_step=1).close()
+    assert path.read_text() == '{"step": 1}\n'

@@ -1,0 +1,74 @@
+"""Run folders: files in them that the run did not write are one line, and none of them is replaced or removed."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from shardwise.train import run_folder
+from shardwise.train.config import TrainConfig
+from shardwise.train.config_section import InvalidConfig
+
+pytestmark = pytest.mark.timeout(30)
+
+ENVIRONMENT = {"num_ranks": 2, "command": ["shardwise", "train"]}
+
+
+def config_in(folder: Path) -> TrainConfig:
+    return TrainConfig.from_dict(
+        {
+            "task": {"model": "gpt-2l-64", "dataset": "stdlib"},
+            "train": {"steps": 2},
+            "plan": {"strategy": "ddp", "micro_batch": 2},
+            "run": {"folder": str(folder)},
+        }
+    )
+
+
+def claimed(folder: Path) -> TrainConfig:
+    """A run folder with a checkpoint's folder in it."""
+    config = config_in(folder)
+    run_folder.claim(config, fresh=False, environment=ENVIRONMENT)
+    (folder / "checkpoints" / "step-00000001").mkdir(parents=True)
+    run_folder.save_step(folder, 1)
+    return config
+
+
+def pipe(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def test_a_config_of_a_run_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+    config = claimed(tmp_path)
+    (tmp_path / "config.toml").write_text("a = " + "[" * 100_000)
+    with pytest.raises(InvalidConfig, match="config.toml: is not TOML: nested too deeply.*: --fresh starts the run"):
+        run_folder.claim(config, fresh=False, environment=ENVIRONMENT)
+    pipe(tmp_path / "config.toml")
+    with pytest.raises(InvalidConfig, match=r"config.toml: cannot be read \(is not a regular file\): --fresh starts"):
+        run_folder.claim(config, fresh=False, environment=ENVIRONMENT)
+
+
+@pytest.mark.parametrize("content", [None, '{"step": Infinity}', '{"step": 1e99}', "[" * 100_000, "[]", "{}"])
+def test_a_saved_step_that_cannot_be_read_still_says_that_a_step_was_saved(tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "saved.json"
+    if content is None:
+        pipe(path)
+    else:
+        path.write_text(content)
+    with pytest.raises(InvalidConfig, match="holds a run that cannot be resumed: it saved step 0, but"):
+        run_folder.refuse_if_saved(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content", [None, '{"num_ranks": Infinity}', '{"num_ranks": 1e400}', '{"num_ranks": true}', "[" * 100_000, "[1]"]
+)
+def test_a_number_of_ranks_that_cannot_be_read_is_not_known(tmp_path: Path, content: str | None) -> None:
+    claimed(tmp_path)
+    assert run_folder.samples_of_step(tmp_path) == 4
+    path = tmp_path / "environment.json"
+    if content is None:
+        pipe(path)
+    else:
+        path.write_text(content)
+    assert run_folder.samples_of_step(tmp_path) is None
