@@ -72,8 +72,8 @@ class Checkpoints:
     """The checkpoints of one training, in one folder that all ranks see.
 
     All methods are collective over the job; without a process group, this process is the job. `on_saved` is called on
-    rank 0 with the step of each checkpoint when it is on disk, in the thread that writes. `disk` replaces the real file
-    system, for tests.
+    rank 0 with the step of each checkpoint when it is on disk, in the thread that writes. `tell` shows a line to the
+    user, on rank 0. `disk` replaces the real file system, for tests.
     """
 
     def __init__(
@@ -83,6 +83,7 @@ class Checkpoints:
         keep: int = 2,
         asynchronous: bool = True,
         on_saved: Callable[[int], None] | None = None,
+        tell: Callable[[str], None] = warnings.warn,
         disk: Disk | None = None,
     ) -> None:
         if keep < 1:
@@ -92,6 +93,7 @@ class Checkpoints:
         self._asynchronous = asynchronous
         self._disk = disk or Disk()
         self._on_saved = on_saved
+        self._tell = tell
         # Names of checkpoints that `latest` read and found damaged.
         self._damaged: set[str] = set()
         self._staging = Staging()
@@ -152,7 +154,7 @@ class Checkpoints:
     def latest(self) -> SavedCheckpoint | None:
         """Return the newest good checkpoint: its manifest is there, and all files match their checksums.
 
-        The ranks share the reading. A warning names a damaged checkpoint, and the previous one is tried.
+        The ranks share the reading. A line names a damaged checkpoint, and the previous one is tried.
         """
         self.wait()
         ranks = self._together()
@@ -164,7 +166,7 @@ class Checkpoints:
                 return SavedCheckpoint(path=path, manifest=read_manifest(path))
             self._damaged.add(name)
             if ranks.index == 0:
-                warnings.warn(f"checkpoint passed over: {next(iter(problems.values()))}", stacklevel=2)
+                self._tell(f"checkpoint passed over: {next(iter(problems.values()))}")
         return None
 
     def load(
@@ -181,7 +183,7 @@ class Checkpoints:
         manifest = saved.manifest
         load = ranks.together(lambda: loading(model, optimizer, manifest=manifest, ranks=ranks, ema=ema))
         if optimizer is not None and not load.has_optimizer and ranks.index == 0:
-            warnings.warn(f"{saved.path} holds weights only: the optimizer starts afresh", stacklevel=2)
+            self._tell(f"{saved.path} holds weights only: the optimizer starts afresh")
         for rank, line in ranks.failures(_read(saved, load)).items():
             raise CheckpointError(f"{saved.path} was not loaded, or only in part: rank {rank}: {line}")
         load.finish()
@@ -217,6 +219,7 @@ class Checkpoints:
             disk=self._disk,
             damaged=frozenset(self._damaged),
             on_saved=self._on_saved,
+            tell=self._tell,
         )
 
 

@@ -57,7 +57,7 @@ def begin(folder: Path, *, step: int, disk: Disk) -> Path:
 
 
 def sweep(folder: Path, *, disk: Disk) -> None:
-    """Remove what a crash left of saves and removals. Only the job that holds the folder may call it."""
+    """Remove what a crash left of saves and removals, as far as possible. Only the job that holds the folder may."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.name.startswith((_SAVING, _REMOVING)) and path.is_dir():
             _remove(path, disk=disk)
@@ -65,12 +65,7 @@ def sweep(folder: Path, *, disk: Disk) -> None:
 
 def discard(saving: Path, *, disk: Disk) -> bool:
     """Remove what a failed save has written, so that a full disk has room again; return whether that worked."""
-    try:
-        if saving.is_dir():
-            _remove(saving, disk=disk)
-    except OSError:
-        return False
-    return True
+    return not saving.is_dir() or _remove(saving, disk=disk) is None
 
 
 def write_file(path: Path, entries: Mapping[str, TensorEntry], tensors: Iterable[Tensor], *, disk: Disk) -> StoredFile:
@@ -119,10 +114,11 @@ def _free_name(folder: Path, *, step: int) -> Path:
     return path
 
 
-def prune(folder: Path, *, keep: int, newest: Path, disk: Disk, damaged: Collection[str] = ()) -> None:
+def prune(folder: Path, *, keep: int, newest: Path, disk: Disk, damaged: Collection[str] = ()) -> list[str]:
     """Remove all but the last `keep`, and the last one with finite weights. Damaged ones do not count, and stay.
 
     `damaged` are the names of checkpoints that do not match their checksums; of others only the lengths are checked.
+    Return a line for each checkpoint of which something could not be removed: the newest one is on disk all the same.
     """
     found = [path for path in checkpoints_in(folder) if path != newest and path.name not in damaged]
     finite = {path: manifest.contents.finite for path in found if (manifest := _whole(path)) is not None}
@@ -131,25 +127,46 @@ def prune(folder: Path, *, keep: int, newest: Path, disk: Disk, damaged: Collect
     if not read_manifest(newest).contents.finite:
         # A user returns to the last one with finite weights.
         kept = next((path for path in reversed(others) if finite[path]), None)
+    lines = []
     for path in others[: max(0, len(others) - (keep - 1))]:
         if path == kept:
             continue
         removing = folder / f"{_REMOVING}{path.name}-{secrets.token_hex(8)}"
-        disk.rename(path, removing)
-        # Before the first file is removed: after a crash, a folder with files missing must not have its old name.
-        disk.sync_folder(folder)
-        _remove(removing, disk=disk)
+        try:
+            disk.rename(path, removing)
+            # Before the first file is removed: after a crash, a folder with files missing must not have its old name.
+            disk.sync_folder(folder)
+        except OSError as error:
+            lines.append(f"the old checkpoint {path} was not removed ({error.strerror})")
+            continue
+        error = _remove(removing, disk=disk)
+        if error is not None:
+            lines.append(
+                f"of the old checkpoint {path.name}, {error.filename or removing} was not removed ({error.strerror}): "
+                "remove it yourself"
+            )
+    return lines
 
 
-def _remove(path: Path, *, disk: Disk) -> None:
-    if path.is_symlink():
-        # Keep its target: a user may have linked a checkpoint of another run.
-        disk.remove_file(path)
-        return
-    # The manifest first: without it the folder is no checkpoint.
-    for file in sorted(path.iterdir(), key=lambda file: (file.name != FILE_NAME, file.name)):
-        disk.remove_file(file)
-    disk.remove_folder(path)
+def _remove(path: Path, *, disk: Disk) -> OSError | None:
+    """Remove a folder and the files in it; return the first error. Folders in it are not ours, and stay."""
+    failed: OSError | None = None
+    try:
+        if path.is_symlink():
+            # Keep its target: a user may have linked a checkpoint of another run.
+            disk.remove_file(path)
+            return None
+        # The manifest first: without it the folder is no checkpoint.
+        for file in sorted(path.iterdir(), key=lambda file: (file.name != FILE_NAME, file.name)):
+            try:
+                disk.remove_file(file)
+            except OSError as error:
+                failed = failed or error
+        if failed is None:
+            disk.remove_folder(path)
+    except OSError as error:
+        failed = error
+    return failed
 
 
 def _whole(path: Path) -> Manifest | None:

@@ -9,6 +9,7 @@ So a folder with the name of a checkpoint is complete; what a crash leaves has a
 the ranks compare one number: whether one of them has failed.
 """
 
+import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,11 +46,13 @@ def write_checkpoint(
     disk: Disk,
     damaged: Collection[str] = (),
     on_saved: Callable[[int], None] | None = None,
+    tell: Callable[[str], None] = warnings.warn,
 ) -> None:
     """Write this rank's part of a checkpoint into `folder`; on rank 0, remove all but the last `keep`. Collective.
 
     damaged    the names of checkpoints that do not count among those that are kept
     on_saved   is called on rank 0 when the checkpoint is on disk, before older ones are removed
+    tell       shows a line on rank 0: what of older ones could not be removed
     """
     stages = _Stages(ranks, step=taken.contents.step, disk=disk)
 
@@ -59,7 +62,8 @@ def write_checkpoint(
         path = commit(stages.saving, whole.manifest(), disk=disk)
         if on_saved is not None:
             on_saved(taken.contents.step)
-        prune(folder, keep=keep, newest=path, disk=disk, damaged=damaged)
+        for line in prune(folder, keep=keep, newest=path, disk=disk, damaged=damaged):
+            tell(line)
 
     try:
         stages.begin(folder)

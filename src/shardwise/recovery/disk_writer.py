@@ -69,7 +69,8 @@ def write_generation(memory: Path, *, start: str, step: int, folder: Path, keep:
     except BaseException:
         discard(saving, disk=disk)
         raise
-    prune(folder, keep=keep, newest=path, disk=disk)
+    for line in prune(folder, keep=keep, newest=path, disk=disk):
+        print(f"shardwise: {line}", flush=True)
     return path
 
 

@@ -117,6 +117,7 @@ def _run(
             keep=config.checkpoint.keep,
             asynchronous=config.checkpoint.asynchronous,
             on_saved=partial(run_folder.save_step, config.folder),
+            tell=training.tell,
         )
         _protect(training, flags=request.flags, held=held)
         _resume(training, checkpoints, place=place)
