@@ -49,6 +49,7 @@ def test_the_command_starts_two_ranks_that_train_what_was_set(path: Path, tmp_pa
     ]
     environment = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert environment["command"][:3] == ["shardwise", "train", str(path)]
+    assert environment["command"][-2:] == ["--ranks", "2"]
 
 
 def refused(path: Path, *options: str, capfd: pytest.CaptureFixture[str]) -> str:

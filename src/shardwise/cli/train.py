@@ -45,6 +45,8 @@ def train(
     arguments = ["train", str(config), *(part for setting in settings or () for part in ("--set", setting))]
     arguments += option_words({"--plan": plan, "--strategy": strategy, "--run": run})
     arguments += [option for option, is_given in (("--fresh", fresh), ("--replan", replan)) if is_given]
+    # Ranks ignore it; it is part of the command that they write into the run folder.
+    arguments += option_words({"--ranks": num_ranks})
     from shardwise.comm.job_environment import is_rank
 
     if is_rank():

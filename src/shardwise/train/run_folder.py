@@ -12,6 +12,7 @@ saved.json         the step of the newest checkpoint; outside checkpoints/, whic
 tensorboard/       if it is installed
 logs/              the output of each rank, if our launcher started them
 autopsy-rank-N.json  the operations that each rank had issued when the job failed, for `shardwise autopsy`
+.shardwise         marks the folder as one that a run has made: in others nothing is replaced or removed
 """
 
 import json
@@ -40,6 +41,8 @@ CHECKPOINTS, METRICS, TENSORBOARD = "checkpoints", "metrics.jsonl", "tensorboard
 MODEL = "model"
 AUTO, _SAVED = "auto.json", "saved.json"
 _CONFIG, _PLAN, _ENVIRONMENT = "config.toml", "plan.toml", "environment.json"
+_MARKER = ".shardwise"
+_FILES = (_SAVED, AUTO, METRICS, _CONFIG, _PLAN, _ENVIRONMENT)
 # With another value of these, a checkpoint's weights, optimizer state or position in the data mean nothing.
 _IDENTITY = (
     "task.model",
@@ -66,7 +69,9 @@ def claim(config: TrainConfig, *, fresh: bool, environment: dict[str, Any]) -> l
     folder = config.folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        refuse_foreign(folder, fresh=fresh)
         if fresh:
+            _mark(folder)
             _clear(folder)
         if not checkpoints_in(folder / CHECKPOINTS):
             refuse_if_saved(folder)
@@ -74,12 +79,49 @@ def claim(config: TrainConfig, *, fresh: bool, environment: dict[str, Any]) -> l
         # The remains of a killed save may be what fills the disk.
         sweep(folder / CHECKPOINTS, disk=Disk())
         clear_records(folder)
+        _mark(folder)
         save_plan(config)
         with atomic_write(folder / _ENVIRONMENT) as file:
             file.write(json.dumps(environment, indent=2).encode() + b"\n")
     except OSError as error:
         raise InvalidConfig(f"run.folder = {str(folder)!r}: cannot be written ({error.strerror})") from error
     return [f"{name}: {then} → {now}" for name, (then, now) in changes.items()]
+
+
+def refuse_foreign(folder: Path, *, fresh: bool = False) -> None:
+    """Raise an error if the folder holds what a run would replace or remove, and no run has made the folder.
+
+    Checkpoints that `shardwise checkpoint import` has made are what a run starts from; `fresh` would remove them.
+    """
+    if _is_ours(folder):
+        return
+    ours = checkpoints_in(folder / CHECKPOINTS) if not fresh else []
+    foreign = [name for name in _FILES if os.path.lexists(folder / name)]
+    foreign += [name for name in (CHECKPOINTS, TENSORBOARD) if set(_inside(folder / name)) - set(ours)]
+    if foreign:
+        raise InvalidConfig(
+            f"{folder} holds {', '.join(foreign)}, and is not the folder of a run of shardwise train: nothing in it is "
+            "replaced or removed; choose another --run, or move away what is there"
+        )
+
+
+def _mark(folder: Path) -> None:
+    with atomic_write(folder / _MARKER) as file:
+        file.write(b"The folder of a run of shardwise train.\n")
+
+
+def _is_ours(folder: Path) -> bool:
+    """Return whether a run has made the folder. Earlier versions left no marker; environment.json names them."""
+    if (folder / _MARKER).is_file():
+        return True
+    try:
+        return isinstance(read_json(folder / _ENVIRONMENT)["shardwise"], str)
+    except (UnreadableFile, KeyError, TypeError):
+        return False
+
+
+def _inside(folder: Path) -> list[Path]:
+    return list(folder.iterdir()) if folder.is_dir() else []
 
 
 def save_plan(config: TrainConfig) -> None:
@@ -133,7 +175,7 @@ def _clear(folder: Path) -> None:
             )
         if path.exists():
             shutil.rmtree(path)
-    for name in (_SAVED, AUTO, METRICS, _CONFIG, _PLAN, _ENVIRONMENT):
+    for name in _FILES:
         (folder / name).unlink(missing_ok=True)
 
 
@@ -157,6 +199,7 @@ def _changes(config: TrainConfig) -> dict[str, tuple[Any, Any]]:
 
 def read_config(folder: Path) -> TrainConfig:
     """Return the resolved config of the run in a folder."""
+    refuse_foreign(folder)
     try:
         return TrainConfig.from_dict(read_toml(folder / _CONFIG))
     except (UnreadableFile, InvalidConfig, InvalidPlan) as error:
