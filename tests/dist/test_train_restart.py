@@ -3,12 +3,15 @@
 import multiprocessing
 import os
 import signal
+import warnings
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ranks import RankFailed, run_ranks
+from rich.console import Console
 from train_tasks import assert_same_end, assert_seen_once_per_epoch, config, curve, lines, reference, trained
 from whole import whole
 
@@ -172,3 +175,29 @@ def test_a_second_sigterm_or_the_end_of_the_grace_time_kills(tmp_path: Path, tim
     asked = config(tmp_path, train={"steps": 12}, checkpoint={"grace_seconds": 1.2})
     with pytest.raises(RankFailed, match="exit code -15"):
         run_ranks(told_twice, num_ranks=1, args=(asked, times))
+
+
+def resumed(rank: int, asked: TrainConfig) -> tuple[str, list[str]]:
+    """What a run says on its console, and its warnings."""
+    output = StringIO()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(asked, console=Console(file=output, width=1000))
+    return output.getvalue(), [str(warning.message) for warning in caught]
+
+
+def test_a_checkpoint_that_is_passed_over_or_not_removed_is_a_line_and_the_run_goes_on(tmp_path: Path) -> None:
+    run_ranks(resumed, num_ranks=1, args=(config(tmp_path, train={"steps": 10}),))
+    first, second = sorted((tmp_path / "checkpoints").glob("step-*"))
+    (first / ".ipynb_checkpoints").mkdir()
+    content = (second / "rank-00000.safetensors").read_bytes()
+    (second / "rank-00000.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    for steps, line in (
+        (20, f"checkpoint passed over: {second / 'rank-00000.safetensors'}: is damaged"),
+        (25, "Resuming after step 20"),
+    ):
+        ((said, warned),) = run_ranks(resumed, num_ranks=1, args=(config(tmp_path, train={"steps": steps}),))
+        assert any(one.startswith(line) for one in said.splitlines())
+        assert not [one for one in warned if "checkpoint" in one]
+        left = [one for one in said.splitlines() if ".ipynb_checkpoints was not removed (Is a directory)" in one]
+        assert len(left) == (steps == 20)

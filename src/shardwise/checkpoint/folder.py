@@ -139,11 +139,11 @@ def prune(folder: Path, *, keep: int, newest: Path, disk: Disk, damaged: Collect
         except OSError as error:
             lines.append(f"the old checkpoint {path} was not removed ({error.strerror})")
             continue
-        error = _remove(removing, disk=disk)
-        if error is not None:
+        failed = _remove(removing, disk=disk)
+        if failed is not None:
+            what = failed.filename or removing
             lines.append(
-                f"of the old checkpoint {path.name}, {error.filename or removing} was not removed ({error.strerror}): "
-                "remove it yourself"
+                f"of the old checkpoint {path.name}, {what} was not removed ({failed.strerror}): remove it yourself"
             )
     return lines
 

@@ -24,6 +24,7 @@ from shardwise.cli.report import report
 from shardwise.cli.tokens import tokens
 from shardwise.cli.train import train
 from shardwise.errors import ShardwiseError
+from shardwise.vocabulary.printable import printable_lines
 from shardwise.vocabulary.tested_versions import installed_torch, untested_torch
 from shardwise.vocabulary.version import __version__
 
@@ -89,7 +90,7 @@ def main(arguments: list[str] | None = None) -> None:
     except ShardwiseError as error:
         if _debug_first(arguments)[:1] == ["--debug"]:
             raise
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(printable_lines(f"{type(error).__name__}: {error}"), file=sys.stderr)
         sys.exit(2)
     except BrokenPipeError:
         # The reader of our output has ended (`| head`); Python would raise the error again when it flushes.

@@ -9,6 +9,7 @@ from typer import Argument
 
 from shardwise.cli.shared_options import AsJson
 from shardwise.cli.terminal import print_line
+from shardwise.vocabulary.printable import printable
 
 if TYPE_CHECKING:
     from shardwise.autopsy.findings import Finding
@@ -45,19 +46,14 @@ def _print(records: "list[RankRecord]", findings: "list[Finding]") -> None:
     from shardwise.report.text.plain_table import plain_table
 
     for finding in findings:
-        print_line(_printable(f"{finding.group}: {finding.text}" if finding.group else finding.text))
+        print_line(printable(f"{finding.group}: {finding.text}" if finding.group else finding.text))
     heads = ("rank", "group", "collectives", "last collective", "completed")
     table = plain_table(heads, wraps=heads)
     for record in records:
         for name, group in record.groups.items():
             last = group.issued[-1]
-            cells = (str(record.rank), _printable(name), f"{last.number:,}", _printable(last.name))
+            cells = (str(record.rank), printable(name), f"{last.number:,}", printable(last.name))
             table.add_row(*cells, "yes" if last.ended else "no")
     console = Console()
     console.print()
     console.print(table, markup=False)
-
-
-def _printable(text: str) -> str:
-    """Replace control characters: a record may come from an untrusted source, and a terminal would obey them."""
-    return "".join(sign if sign.isprintable() else "?" for sign in text)

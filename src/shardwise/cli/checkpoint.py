@@ -10,6 +10,7 @@ from typer import Argument, Option, Typer
 
 from shardwise.cli.help_pages import GroupedOptions
 from shardwise.errors import InvalidData
+from shardwise.vocabulary.printable import printable
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.manifest import Manifest
@@ -58,7 +59,7 @@ def inspect(
         for name, tensor in manifest.tensors.items():
             shape = " × ".join(map(str, tensor.shape)) or "one number"
             dtype = str(tensor.dtype).removeprefix("torch.")
-            print(f"  {name}  {shape}  {dtype}  {_count(list(tensor.boxes()), 'box', 'boxes')}")
+            print(f"  {printable(name)}  {shape}  {dtype}  {_count(list(tensor.boxes()), 'box', 'boxes')}")
 
 
 @checkpoint.command(cls=GroupedOptions)
@@ -75,7 +76,7 @@ def verify(path: PathArgument) -> None:
             manifest = verify_one(one)
         except CheckpointError as error:
             damaged.append(one.name)
-            print(f"{one.name}  damaged  {error}")
+            print(f"{one.name}  damaged  {printable(str(error))}")
         else:
             print(f"{one.name}  good     {_count(manifest.files, 'file')}, {_num_bytes(manifest):,} bytes")
     if damaged:
@@ -166,8 +167,8 @@ def _print_summary(path: Path, manifest: "Manifest") -> None:
     print(path)
     print(f"  step        {contents.step:,}")
     ranks = _count(range(contents.num_ranks), "rank")
-    print(f"  saved by    {ranks}, {plan['strategy'] + mesh if plan else 'no plan'}")
+    print(f"  saved by    {ranks}, {printable(plan['strategy']) + mesh if plan else 'no plan'}")
     print(f"  parameters  {num_parameters:,} in {len(contents.parameters)} tensors; {len(contents.buffers)} buffers")
-    print(f"  optimizer   {optimizer['kind'] if optimizer else 'none: weights only'}")
-    print(f"  progress    {', '.join(contents.progress) or 'none'}")
+    print(f"  optimizer   {printable(optimizer['kind']) if optimizer else 'none: weights only'}")
+    print(f"  progress    {printable(', '.join(contents.progress)) or 'none'}")
     print(f"  on disk     {_num_bytes(manifest):,} bytes in {_count(manifest.files, 'file')}")

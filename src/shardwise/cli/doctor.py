@@ -10,6 +10,7 @@ from shardwise.cli.shared_options import SampleLength
 from shardwise.errors import InvalidPlan, ShardwiseError
 from shardwise.plan import Plan
 from shardwise.plan.placement import SHARDED, placement_of
+from shardwise.vocabulary.printable import printable, printable_lines
 
 if TYPE_CHECKING:
     from shardwise.interchange.foreign_setup import ForeignSetup
@@ -41,7 +42,7 @@ def doctor(
     if described is not None:
         if model:
             raise InvalidPlan(f"{path}: --model and --cluster are for plans and configs")
-        print(f"{path}: {described}\nnothing wrong found")
+        print(f"{printable(f'{path}: {described}')}\nnothing wrong found")
         return
     setup = _setup(path)
     _show(setup, path)
@@ -64,9 +65,9 @@ def doctor(
         needs = bytes_text(found.memory.device_bytes)
         print(f"{model} on {cluster}, {found.batch} samples per rank: {needs} per device, fits: {found.fits}{time}")
     for line in setup.left_out:
-        print(f"not checked: {line}")
+        print(printable(f"not checked: {line}"))
     for finding in findings:
-        print(finding)
+        print(printable_lines(str(finding)))
     if findings:
         raise Exit(1)
     print("nothing wrong found")
@@ -106,7 +107,7 @@ def _show(setup: "ForeignSetup", path: Path) -> None:
     table.add_row("every unit" if not plan.overrides else "every other unit", plan.strategy, *_places(plan.strategy))
     # The last match wins, so the last override comes first.
     for pattern, strategy in reversed(plan.to_dict()["overrides"].items()):
-        table.add_row(pattern, strategy, *_places(strategy))
+        table.add_row(printable(pattern), strategy, *_places(strategy))
     console = Console()
     console.print(table)
     mesh = f"mesh {plan.mesh}" if plan.mesh else "all ranks on the shard axis"

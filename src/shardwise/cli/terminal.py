@@ -6,13 +6,14 @@ from pathlib import Path
 
 from shardwise.errors import InvalidData
 from shardwise.files.atomic import atomic_write
+from shardwise.vocabulary.printable import printable_lines
 
 
 def print_line(text: str) -> None:
-    """Print a line without markup or colours; the terminal wraps it."""
+    """Print a line without markup, colours or escape codes; the terminal wraps it."""
     from rich.console import Console
 
-    Console().print(text, highlight=False, markup=False, soft_wrap=True)
+    Console().print(printable_lines(text), highlight=False, markup=False, soft_wrap=True)
 
 
 @contextmanager

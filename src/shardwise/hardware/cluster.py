@@ -15,6 +15,7 @@ from shardwise.files.keys import check_keys, key
 from shardwise.hardware.device import Device, device_of
 from shardwise.hardware.link import Fabric, Link, link_of, port_of
 from shardwise.hardware.sourced import Sourced
+from shardwise.vocabulary.printable import printable
 
 _EXAMPLE = "8xh100-80gb or 16x8xh100-80gb@ib-8x400"
 # A longer count is a typing error, and must not be allocated.
@@ -166,5 +167,4 @@ class _Parser:
 
     def _fail(self, message: str) -> NoReturn:
         """Raise an error that shows the string with a mark under the current character."""
-        shown = "".join(sign if sign.isprintable() else "?" for sign in self.text)
-        raise InvalidCluster(f"{message}\n  {shown}\n  {' ' * self.position}^")
+        raise InvalidCluster(f"{message}\n  {printable(self.text)}\n  {' ' * self.position}^")

@@ -21,6 +21,7 @@ from shardwise.launch.agent import Agent, JobFailed, JobStopped
 from shardwise.launch.folder_lock import InvalidFolder, locked
 from shardwise.launch.rank_files import RankFiles
 from shardwise.recovery.memory_folder import snapshots_of_launch
+from shardwise.vocabulary.printable import printable_lines
 
 LOGS = "logs"
 """The folder with the ranks' logs, in the run folder."""
@@ -56,7 +57,8 @@ def launch(
     except JobFailed as end:
         failure = end.failure
         below = "" if failure.mistake else f"what each rank wrote: {folder / LOGS}/rank-*.txt"
-        print("\n".join(filter(None, (str(failure), failure.traceback.rstrip(), below))), file=sys.stderr)
+        lines = "\n".join(filter(None, (str(failure), failure.traceback.rstrip(), below)))
+        print(printable_lines(lines), file=sys.stderr)
         return 2 if failure.mistake else 1
     except JobStopped as end:
         print(end, file=sys.stderr)

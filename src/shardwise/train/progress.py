@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from shardwise.train.metrics import StepMetrics, Writer
+from shardwise.vocabulary.printable import printable_lines
 from shardwise.vocabulary.quantities import MIB, seconds_text, significant
 
 
@@ -83,4 +84,4 @@ def _say_evaluation(console: Console, metrics: StepMetrics, *, heading: str) -> 
 
 def say(console: Console, text: str) -> None:
     """Print one line, however narrow the terminal is: programs read logs too."""
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
+    console.print(printable_lines(text), highlight=False, markup=False, soft_wrap=True)

@@ -75,3 +75,28 @@ def test_a_folder_without_checkpoints_is_one_line(tmp_path: Path, capsys: pytest
     code, _, err = run(capsys, "inspect", tmp_path)
     assert code == 2
     assert err == f"InvalidData: {tmp_path}: neither a checkpoint nor a run, and holds no checkpoints\n"
+
+
+def test_names_in_a_checkpoint_reach_the_terminal_without_escape_codes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = nn.Module()
+    model.register_parameter("a\x1b[31m\nb", nn.Parameter(torch.ones(1)))
+    Checkpoints(tmp_path, asynchronous=False).save(model, step=1, progress={"p\x1b[2J": 1})
+    _, out, _ = run(capsys, "inspect", tmp_path, "--tensors")
+    assert "model.a?[31m?b" in out
+    assert "p?[2J" in out
+    assert "\x1b" not in out
+    code, _, err = run(capsys, "inspect", f"{tmp_path}/\x1b[31m")
+    assert code == 2
+    assert "\x1b" not in err
+
+
+def test_doctor_shows_a_checkpoint_without_escape_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "a\x1b[31m"
+    Checkpoints(folder, asynchronous=False).save(nn.Linear(2, 2), step=1)
+    with pytest.raises(SystemExit):
+        main(["doctor", str(folder)])
+    out = capsys.readouterr().out
+    assert "a?[31m: 1 checkpoints, the newest of step 1" in out
+    assert "\x1b" not in out

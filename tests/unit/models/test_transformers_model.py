@@ -1,0 +1,18 @@
+"""config.json of a folder: what is no config is one line."""
+
+from pathlib import Path
+
+import pytest
+
+from shardwise.errors import InvalidModel
+from shardwise.models.transformers_model import config_of_folder
+from shardwise.spec.architecture import architecture_of
+
+pytest.importorskip("transformers")
+
+
+def test_a_config_that_is_nested_too_deeply_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    assert architecture_of(tmp_path, seq=None) is None
+    with pytest.raises(InvalidModel, match="is not JSON .nested too deeply"):
+        config_of_folder(tmp_path)
