@@ -2,7 +2,8 @@
 
 accelerate launch --config_file accelerate/config_ddp.yaml accelerate/train.py
 accelerate launch --config_file accelerate/config_fsdp.yaml accelerate/train.py
-ACCELERATE_USE_CPU=true torchrun --standalone --nproc-per-node 2 accelerate/train.py   (no GPU: DDP on Gloo)
+
+Without a GPU the same commands train a smaller model on CPU ranks, in float32 where the config says fp16.
 """
 
 import argparse
@@ -11,16 +12,17 @@ import json
 import os
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import accelerate
 import torch
 import torch.nn.functional as F
 import yaml
-from accelerate import Accelerator, DistributedType
-from accelerate.utils import gather_object, set_seed
+from accelerate import Accelerator, DistributedType, PartialState
+from accelerate.utils import FullyShardedDataParallelPlugin, gather_object, set_seed
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -29,13 +31,19 @@ from shardwise.errors import ShardwiseError
 from shardwise.models.catalogue import shape_of
 from shardwise.models.make import build_model
 from shardwise.models.shapes import ViTShape
+from shardwise.profile.cpu_allocations import LiveBytes
+from shardwise.vocabulary.quantities import bytes_text
 
-ON_CPU = "ACCELERATE_USE_CPU=true torchrun --standalone --nproc-per-node 2 accelerate/train.py"
+# What runs on CPU ranks for a value of a config: Accelerate has no float16 there.
+ON_CPU = {"fp16": "no", "MULTI_GPU": "MULTI_CPU"}
+# Whose memory is recorded on a CPU: the second is the first that holds gradients and the optimizer's state at once.
+RECORDED_STEPS, RECORDED = 2, "recorded"
+SIZES = ("digits", "tiny", "small", "base", "large", "huge")
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Trains a Vision Transformer with Accelerate.")
-    parser.add_argument("--model-size", choices=("tiny", "small", "base", "large", "huge"), default="tiny")
+    parser.add_argument("--model-size", choices=SIZES, help="default: tiny, or digits where there is no GPU")
     parser.add_argument("--dataset", default="digits", help="digits, random or images:DIR (a folder a class)")
     parser.add_argument("--batch-size", type=int, default=32, help="samples a step, for each process")
     parser.add_argument("--epochs", type=int, default=3)
@@ -81,38 +89,83 @@ def asked_for(config: Path | None) -> dict[str, Any]:
     return asked
 
 
+def has_gpu() -> bool:
+    """Whether there is a device that Accelerate gives to each of several processes; Apple's it does not."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return device is not None and device.type != "mps"
+
+
+def accelerator_on_cpu(*, with_fsdp: bool) -> Accelerator:
+    """An Accelerator on CPU ranks that talk over Gloo.
+
+    Accelerate has FSDP on GPUs only, and takes DDP here without reporting it. torch's FSDP, both versions, runs on
+    CPUs, so the state is set to what Accelerate sets on GPUs.
+    """
+    # The launcher's default, which loads weights on rank 0 and sends them to the others, needs a GPU. All ranks make
+    # the same weights from the seed. FSDP of version 1 takes the device `cpu`, and not Accelerate's `cpu:0`.
+    loading = {"FSDP_CPU_RAM_EFFICIENT_LOADING": "false", "FSDP_SYNC_MODULE_STATES": "false"}
+    os.environ |= {**loading, "ACCELERATE_TORCH_DEVICE": "cpu"}
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    accelerator = Accelerator(cpu=True, mixed_precision=ON_CPU.get(precision, precision))
+    if with_fsdp and accelerator.distributed_type == DistributedType.MULTI_CPU:
+        plugin = FullyShardedDataParallelPlugin()
+        if accelerator.mixed_precision != "no":
+            plugin.set_mixed_precision(accelerator.mixed_precision)
+        accelerator.state.fsdp_plugin = plugin
+        PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
+    return accelerator
+
+
 def start_accelerator(config: Path | None) -> Accelerator:
     """An Accelerator that runs what its config asks for; otherwise the end."""
-    asked = asked_for(config)
-    no_gpu = f"there is no GPU here; DDP on CPUs: {ON_CPU}"
-    if asked.get("distributed_type") == "FSDP" and not config and not torch.cuda.is_available():
-        stop(f"the config asks for FSDP, which needs GPUs: {no_gpu}")  # Accelerate would raise a traceback.
-    accelerator = Accelerator()
+    asked, on_cpu = asked_for(config), not has_gpu()
+    with_fsdp = asked.get("distributed_type") == "FSDP" and not config  # torchrun hands on no key of the file.
+    accelerator = accelerator_on_cpu(with_fsdp=with_fsdp) if on_cpu else Accelerator()
     runs = {
         "num_processes": accelerator.num_processes,
         "distributed_type": accelerator.distributed_type.value,
         "mixed_precision": accelerator.mixed_precision,
         "fsdp_version": 2 if accelerator.is_fsdp2 else 1,
     }
-    with_config = f"start it with accelerate launch --config_file {config or 'FILE'} accelerate/train.py"
     for key, value in asked.items():
-        if runs[key] != value:
-            way_out = with_config if torch.cuda.is_available() else no_gpu
-            stop(f"the config asks for {key} {value}, Accelerate runs {runs[key]}: {way_out}")
+        if runs[key] != (ON_CPU.get(value, value) if on_cpu else value):
+            file = config or f"accelerate/config_{'fsdp' if with_fsdp else 'ddp'}.yaml"
+            stop(
+                f"the config asks for {key} {value}, Accelerate runs {runs[key]}: "
+                f"start it with accelerate launch --config_file {file} accelerate/train.py"
+            )
     return accelerator
 
 
 class Memory:
-    """This rank's GPU bytes: allocated at named points, and the peak of each phase of a step.
+    """This rank's bytes: on a GPU allocated at named points and the peak of each phase of a step, on a CPU one peak.
 
-    The allocator counts on the host, so reading it does not wait for the GPU. On a CPU nothing is measured.
+    The GPU's allocator counts on the host, so reading it does not wait for the GPU. On a CPU the profiler records
+    the tensors, as in `shardwise bench`. That slows the steps, so it ends before those that are timed.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, warmup_steps: int) -> None:
         self.on_gpu = device.type == "cuda"
         self.allocated_bytes: dict[str, int] = {}
         self.peak_bytes: dict[str, int] = {}
         self.peak_reserved_bytes = 0
+        self.live = LiveBytes() if device.type == "cpu" and warmup_steps > RECORDED_STEPS else None
+        self.recording = ExitStack()
+
+    def __enter__(self) -> Self:
+        if self.live:
+            self.recording.enter_context(self.live)
+            self.recording.enter_context(self.live.phase(RECORDED))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.live and not self.peak_bytes:
+            self.recording.close()
+            self.peak_bytes[RECORDED] = self.live.peak_bytes(RECORDED)
+
+    def end_step(self, number: int) -> None:
+        if number == RECORDED_STEPS:
+            self.__exit__()
 
     def note(self, point: str) -> None:
         if self.on_gpu:
@@ -164,6 +217,7 @@ def train(
                 memory.note("after_first_step")
             rank_losses.append(loss.detach())
             step += 1
+            memory.end_step(step)
             if step == args.max_steps:
                 break
         if not rank_losses:
@@ -196,7 +250,7 @@ def rank_report(model: nn.Module, *, accelerator: Accelerator, memory: Memory) -
             sha256.update(parameter.detach().cpu().numpy().tobytes())
     return {
         "rank": accelerator.process_index,
-        "device": torch.cuda.get_device_name() if memory.on_gpu else "cpu",
+        "device": torch.cuda.get_device_name() if memory.on_gpu else accelerator.device.type,
         "peak_allocated_bytes": max(memory.peak_bytes.values(), default=None),
         "peak_reserved_bytes": memory.peak_reserved_bytes or None,
         "peak_by_phase_bytes": memory.peak_bytes,
@@ -223,13 +277,16 @@ def loaders(shape: ViTShape, *, args: argparse.Namespace) -> tuple[DataLoader, D
 
 def report(result: dict[str, Any], *, json_file: Path | None) -> None:
     """Print what was measured; write all of it where --json says."""
+    on_cpu = result["ranks"][0]["device"] == "cpu"
     if result["samples_per_s"]:
-        print(f"samples/s {result['samples_per_s']:.1f}")
+        print(f"samples/s {result['samples_per_s']:.1f}{' (of a CPU: not a speed claim)' if on_cpu else ''}")
     if "accuracy" in result:
         print(f"accuracy {result['accuracy']:.4f}")
     for rank in result["ranks"]:
-        peak = rank["peak_allocated_bytes"]
-        measured = f"{peak / 2**30:.2f} GiB allocated" if peak else "not measured on a CPU"
+        if not (peak := rank["peak_allocated_bytes"]):
+            measured = f"not measured: needs --warmup-steps {RECORDED_STEPS + 1}" if on_cpu else "not measured"
+        else:
+            measured = f"{bytes_text(peak)} of tensors" if on_cpu else f"{peak / 2**30:.2f} GiB allocated"
         print(f"peak of rank {rank['rank']}: {measured}")
     if json_file:
         json_file.write_text(json.dumps(result, indent=2) + "\n")
@@ -239,29 +296,34 @@ def main() -> None:
     args = parse_arguments()
     accelerator = start_accelerator(args.config)
     set_seed(args.seed)
-    shape = shape_of(f"vit-{args.model_size}")
+    model_size = args.model_size or ("tiny" if has_gpu() else "digits")
+    shape = shape_of(f"vit-{model_size}")
     assert isinstance(shape, ViTShape)
     if args.dataset == "digits":
         shape = replace(shape, image_size=8, patch_size=2, num_channels=1, num_classes=10)
     result: dict[str, Any] = {
-        "model": f"vit-{args.model_size}",
+        "model": f"vit-{model_size}",
         "num_params": shape.num_params,
         "dataset": args.dataset,
         "batch_size": args.batch_size,
         "num_processes": accelerator.num_processes,
         "distributed_type": accelerator.distributed_type.value,
-        # Accelerate has no float16 on CPUs and goes on in float32 without a word.
+        # Accelerate has no float16 on CPUs and takes float32 without reporting it.
         "mixed_precision": accelerator.mixed_precision if accelerator.native_amp else "no",
         "versions": {"torch": torch.__version__, "accelerate": accelerate.__version__},
     }
+    if not has_gpu():
+        asked = os.environ.get("ACCELERATE_MIXED_PRECISION")
+        instead = f", float32 in place of {asked}" if asked in ON_CPU else ""
+        accelerator.print(f"no GPU here: {result['model']} on {accelerator.num_processes} CPU ranks with Gloo{instead}")
     training, evaluation = loaders(shape, args=args)
-    model = build_model(shape)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    memory = Memory(accelerator.device)
-    model, optimizer, training, evaluation = accelerator.prepare(model, optimizer, training, evaluation)
-    memory.end_phase("prepare")
-    memory.note("after_prepare")
-    result |= train(model, accelerator=accelerator, optimizer=optimizer, loader=training, memory=memory, args=args)
+    with Memory(accelerator.device, warmup_steps=args.warmup_steps) as memory:
+        model = build_model(shape)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+        model, optimizer, training, evaluation = accelerator.prepare(model, optimizer, training, evaluation)
+        memory.end_phase("prepare")
+        memory.note("after_prepare")
+        result |= train(model, accelerator=accelerator, optimizer=optimizer, loader=training, memory=memory, args=args)
     if not args.skip_eval:
         result["accuracy"] = accuracy(model, accelerator=accelerator, loader=evaluation)
     result["ranks"] = gather_object([rank_report(model, accelerator=accelerator, memory=memory)])

@@ -22,12 +22,6 @@ FOLDER = ROOT / "accelerate"
 
 WANTED: dict[str, dict[str, Any]] = {
     "config_ddp.yaml": {"distributed_type": "MULTI_GPU", "mixed_precision": "fp16", "num_processes": 2},
-    "config_ddp_cpu.yaml": {
-        "distributed_type": "MULTI_CPU",
-        "mixed_precision": "no",
-        "num_processes": 2,
-        "use_cpu": True,
-    },
     "config_fsdp.yaml": {
         "distributed_type": "FSDP",
         "mixed_precision": "fp16",
