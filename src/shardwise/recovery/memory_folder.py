@@ -15,7 +15,6 @@ import os
 import re
 import secrets
 import shutil
-import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -23,6 +22,7 @@ from pathlib import Path
 
 from shardwise.comm.job_environment import memory_root
 from shardwise.errors import CheckpointError
+from shardwise.files.held_folder import holding, is_private
 from shardwise.files.regular_file import read_at_most
 
 _PREFIX = "shardwise-"
@@ -49,12 +49,10 @@ class MemoryFolder:
     """
 
     def __init__(self, key: str, *, rank: int) -> None:
-        self.path = _private(memory_root() / f"{_PREFIX}{key}")
-        self._lock = os.open(self.path / f"rank-{rank:05}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self.path = memory_root() / f"{_PREFIX}{key}"
         try:
-            self._acquire()
+            self._lock = self._enter(f"rank-{rank:05}.lock")
         except BlockingIOError:
-            os.close(self._lock)
             raise CheckpointError(
                 f"rank {rank} of another job uses the snapshots of this run on this node: wait for that job to end, "
                 "or choose another folder"
@@ -62,13 +60,15 @@ class MemoryFolder:
         self.node = self._shared_name()
         _write(self.path / _OWNER, json.dumps({"parent": os.getppid(), "began": _began(os.getppid())}))
 
-    def _acquire(self) -> None:
+    def _enter(self, name: str) -> int:
+        """Return the lock of this rank, in the folder, which is made if it is missing."""
         deadline = time.monotonic() + _LOCK_SECONDS
         while True:
+            _make_private(self.path)
             try:
-                # Not flock, which the data-loader processes of a killed rank would keep.
-                fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
+                # Nobody may decide meanwhile that the folder is a leftover. Gone: it was one, and a new one is made.
+                with suppress(FileNotFoundError), holding(self.path, wait=True):
+                    return _locked(self.path / name)
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise
@@ -111,7 +111,7 @@ class MemoryFolder:
 def free_memory(key: str) -> None:
     """Remove the snapshots of a job whose ranks have ended."""
     path = memory_root() / f"{_PREFIX}{key}"
-    if _is_private(path):
+    if is_private(path):
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -130,10 +130,14 @@ def free_leftovers(*, own_key: str) -> tuple[int, int]:
     count = num_bytes = 0
     for path in sorted(memory_root().glob(f"{_PREFIX}*")):
         key = path.name.removeprefix(_PREFIX)
-        if key != own_key and is_key(key) and _is_private(path) and _is_abandoned(path):
-            num_bytes += sum(file.stat().st_blocks * 512 for file in path.iterdir())
-            shutil.rmtree(path, ignore_errors=True)
-            count += 1
+        if key == own_key or not is_key(key) or not is_private(path):
+            continue
+        # A file that vanishes while it is looked at: another job frees the folder, or works in it.
+        with suppress(OSError), holding(path, wait=False):
+            if _is_abandoned(path):
+                held_bytes = sum(file.stat().st_blocks * 512 for file in path.iterdir())
+                shutil.rmtree(path)
+                count, num_bytes = count + 1, num_bytes + held_bytes
     return count, num_bytes
 
 
@@ -143,11 +147,10 @@ def _is_abandoned(path: Path) -> bool:
     if time.time() - newest < _GRACE_SECONDS:
         return False
     for lock in path.glob("rank-*.lock"):
-        with lock.open("r+") as file:
-            try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return False
+        try:
+            os.close(_locked(lock))
+        except BlockingIOError:
+            return False
     try:
         owner = json.loads(read_at_most(path / _OWNER, 4096))
         return _began(int(owner["parent"])) != int(owner["began"])
@@ -165,24 +168,27 @@ def _began(process: int) -> int:
     return int(text.rpartition(")")[2].split()[19])
 
 
-def _private(path: Path) -> Path:
+def _locked(path: Path) -> int:
+    """Return the descriptor of a lock that this process holds."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        # Not flock, which the data-loader processes of a killed rank would keep.
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _make_private(path: Path) -> None:
     """Make the folder, or check that the one that is there is ours alone."""
     try:
         with suppress(FileExistsError):
             path.mkdir(mode=0o700)
     except OSError as error:
         raise CheckpointError(f"{path.parent}: no folder for snapshots can be made ({error.strerror})") from error
-    if not _is_private(path):
+    if not is_private(path) and os.path.lexists(path):
         raise CheckpointError(f"{path}: is not a folder that this user alone can read; remove it")
-    return path
-
-
-def _is_private(path: Path) -> bool:
-    try:
-        status = path.lstat()
-    except OSError:
-        return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
 def _write(path: Path, text: str) -> None:

@@ -2,16 +2,20 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from shardwise.comm.job_environment import MEMORY
 from shardwise.errors import CheckpointError
+from shardwise.files.held_folder import holding
 from shardwise.recovery import memory_folder
 from shardwise.recovery.memory_folder import MemoryFolder, free_leftovers, free_memory, new_key
 from shardwise.recovery.memory_key import forget, key_for, key_in
@@ -120,6 +124,61 @@ def test_other_folders_are_left_alone(root: Path) -> None:
     for name in ("shardwise-mine", "other", f"shardwise-{'0' * 31}"):
         (root / name).mkdir(mode=0o700)
         age(root / name, seconds=3600)
+    assert free_leftovers(own_key=new_key()) == (0, 0)
+
+
+def abandoned(root: Path, *, num_files: int) -> Path:
+    path = root / f"shardwise-{new_key()}"
+    path.mkdir(mode=0o700)
+    for number in range(num_files):
+        (path / f"{number}.state").touch()
+    (path / "rank-00000.lock").touch()
+    age(path, seconds=3600)
+    return path
+
+
+@pytest.mark.timeout(60)
+def test_jobs_that_start_at_once_free_each_leftover_once(root: Path) -> None:
+    made = [abandoned(root, num_files=5) for _ in range(100)]
+    with ThreadPoolExecutor(2) as threads:
+        freed = [threads.submit(free_leftovers, own_key=new_key()) for _ in range(2)]
+    assert sum(one.result()[0] for one in freed) == len(made)
+    assert not any(root.iterdir())
+
+
+@pytest.mark.timeout(60)
+def test_folders_that_vanish_while_they_are_looked_at_are_passed_over(root: Path) -> None:
+    ends = time.monotonic() + 1.0
+
+    def free() -> None:
+        while time.monotonic() < ends:
+            free_leftovers(own_key=new_key())
+
+    def churn() -> None:
+        """Make leftovers that go by themselves, as those of a job that ends do."""
+        while time.monotonic() < ends:
+            with suppress(FileNotFoundError):
+                shutil.rmtree(abandoned(root, num_files=20), ignore_errors=True)
+
+    with ThreadPoolExecutor(4) as threads:
+        calls = [threads.submit(call) for call in (free, churn, free, churn)]
+    for call in calls:
+        call.result()
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_that_starts_while_its_old_folder_is_freed_gets_a_new_one(root: Path) -> None:
+    old = abandoned(root, num_files=1)
+    with ThreadPoolExecutor(1) as threads:
+        with holding(old, wait=False):
+            rank = threads.submit(MemoryFolder, old.name.removeprefix("shardwise-"), rank=0)
+            time.sleep(0.1)
+            assert not rank.done()
+            shutil.rmtree(old)
+        folder = rank.result()
+    assert folder.path == old
+    assert (old / "node").read_text() == folder.node
+    assert "0.state" not in folder.names()
     assert free_leftovers(own_key=new_key()) == (0, 0)
 
 
