@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -138,10 +139,13 @@ class TestSignals:
         run_light("ends", tmp_path)
         assert [signal.getsignal(number) for number in numbers] == before
 
-    def test_no_rank_outlives_a_launcher_that_is_killed_and_the_next_can_start(self, tmp_path: Path) -> None:
+    def test_no_rank_outlives_a_launcher_that_is_killed_and_the_next_removes_what_it_left(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         code = f"import test_launch, pathlib; test_launch.run_light('waits', pathlib.Path({str(tmp_path)!r}))"
         paths = os.pathsep.join([str(HERE), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = os.environ | {"PYTHONPATH": paths, "LAUNCH_FOLDER": str(tmp_path)}
+        (temporary := tmp_path / "temporary").mkdir()
+        environment = os.environ | {"PYTHONPATH": paths, "LAUNCH_FOLDER": str(tmp_path), "TMPDIR": str(temporary)}
         launcher = subprocess.Popen([sys.executable, "-c", code], env=environment)
         try:
             while not all((tmp_path / f"started-{rank}-0").exists() for rank in (0, 1)):
@@ -154,7 +158,10 @@ class TestSignals:
         while (left := processes_with(f"LAUNCH_FOLDER={tmp_path}")) and time.monotonic() < deadline:
             time.sleep(0.02)
         assert left == []
+        assert len(list(temporary.glob("shardwise-*"))) == 1
+        monkeypatch.setattr(tempfile, "tempdir", str(temporary))
         assert run_light("ends", tmp_path) == 0
+        assert list(temporary.glob("shardwise-*")) == []
 
 
 class TestJobAsAValue:

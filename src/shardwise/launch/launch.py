@@ -10,7 +10,6 @@ import errno
 import logging
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from shardwise.launch.agent import Agent, JobFailed, JobStopped
 from shardwise.launch.folder_lock import InvalidFolder, locked
+from shardwise.launch.private_folder import private_folder
 from shardwise.launch.rank_files import RankFiles
 from shardwise.recovery.memory_folder import snapshots_of_launch
 from shardwise.vocabulary.printable import printable_lines
@@ -109,8 +109,8 @@ def _claimed(folder: Path) -> Iterator[Path]:
                 raise OSError(errno.ELOOP, "is a link; the ranks' logs are not written through one: remove it")
         except OSError as error:
             raise InvalidFolder(f"{folder / LOGS}: cannot be written ({error.strerror})") from error
-        with tempfile.TemporaryDirectory(prefix="shardwise-") as private:
-            yield Path(private)
+        with private_folder() as private:
+            yield private
 
 
 @contextmanager
