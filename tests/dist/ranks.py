@@ -205,7 +205,7 @@ class _Pool:
         missing = [rank for rank in range(self._num_ranks) if rank not in reports]
         sizes = {rank: len(self._printed(rank)) for rank in missing}
         for rank in missing:
-            os.kill(self._processes[rank].pid, signal.SIGUSR1)  # the worker writes where it is, see `_serve`
+            os.kill(self._processes[rank].pid, signal.SIGUSR2)  # the worker writes where it is, see `_serve`
         for _ in range(40):
             if any(len(self._printed(rank)) == sizes[rank] for rank in missing):
                 time.sleep(0.05)
@@ -236,7 +236,7 @@ def _serve(rank: int, num_ranks: int, folder: str, pipe: Connection) -> None:
     os.dup2(output, 2)
     sys.stdout.reconfigure(line_buffering=True)
     faulthandler.enable(output)
-    faulthandler.register(signal.SIGUSR1, file=output)
+    faulthandler.register(signal.SIGUSR2, file=output)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     # A CPU without bf16 turns oneDNN off at its first product in bf16, and from then on fp32 has other last bits.

@@ -97,7 +97,7 @@ class TestRestart:
 
 
 class TestSignals:
-    @pytest.mark.parametrize("number", [signal.SIGTERM, *whole(signal.SIGHUP)])
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, *whole(signal.SIGHUP)])
     def test_a_signal_lets_the_ranks_save_and_ends_with_0(self, tmp_path: Path, number: signal.Signals) -> None:
         if signal.getsignal(number) is signal.SIG_IGN:
             pytest.skip("these tests run under nohup, and ranks leave a signal ignored that was so when they started")
@@ -134,7 +134,7 @@ class TestSignals:
         assert capfd.readouterr().err.startswith("stopped by SIGTERM before all ranks had saved")
 
     def test_the_handlers_from_before_are_back(self, tmp_path: Path) -> None:
-        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)
         before = [signal.getsignal(number) for number in numbers]
         run_light("ends", tmp_path)
         assert [signal.getsignal(number) for number in numbers] == before

@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -74,13 +76,17 @@ def needs(package: str) -> pytest.MarkDecorator:
 
 def started(command: list[str], *, folder: Path, **variables: str) -> str:
     """What a command printed that ended well."""
-    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-    environment = {**os.environ, "PATH": path, "GLOO_SOCKET_IFNAME": "lo", **variables}
     ended = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=150, check=False
+        command, cwd=folder, env=outer(variables), capture_output=True, text=True, timeout=150, check=False
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout + ended.stderr
+
+
+def outer(variables: dict[str, str]) -> dict[str, str]:
+    """The environment of a command, in which the programs of this Python are found."""
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    return {**os.environ, "PATH": path, "GLOO_SOCKET_IFNAME": "lo", **variables}
 
 
 @pytest.mark.whole
@@ -92,6 +98,25 @@ def test_torchruns_script_trains_the_plan(tmp_path: Path) -> None:
     started([str(script)], folder=tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "runs/train/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3]
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(200)
+def test_ranks_of_torchruns_script_save_after_sigusr1(tmp_path: Path) -> None:
+    script = write(export(Plan(strategy="zero2", micro_batch=2), TWO, target="torchrun"), folder=tmp_path / "out")[0]
+    (tmp_path / "train.toml").write_text(CONFIG.replace("steps = 3", "steps = 100000") + "[checkpoint]\nevery = 0\n")
+    metrics = tmp_path / "runs/train/metrics.jsonl"
+    with (tmp_path / "printed.txt").open("w") as printed:
+        job = subprocess.Popen([str(script)], cwd=tmp_path, env=outer({}), stdout=printed, stderr=printed)
+        try:
+            while not (metrics.exists() and '"loss"' in metrics.read_text()):
+                assert job.poll() is None, (tmp_path / "printed.txt").read_text()
+                time.sleep(0.1)
+            job.send_signal(signal.SIGUSR1)
+            job.wait(timeout=60)
+        finally:
+            job.kill()
+    assert list((tmp_path / "runs/train/checkpoints").glob("step-*")), (tmp_path / "printed.txt").read_text()
 
 
 @needs("accelerate")

@@ -117,6 +117,7 @@ def told_to_stop(rank: int, asked: TrainConfig, told: int, number: signal.Signal
     ("told", "number"),
     [
         (0, signal.SIGTERM),
+        (1, signal.SIGUSR1),
         *whole((1, signal.SIGTERM)),
         pytest.param(1, signal.SIGHUP, marks=pytest.mark.ledger("hangup", outcome="right")),
     ],
@@ -147,12 +148,13 @@ def told_with_its_workers(rank: int, asked: TrainConfig) -> Outcome:
             workers = multiprocessing.active_children()
             assert len(workers) == 1
             for process in (*(worker.pid for worker in workers), os.getpid()):
+                os.kill(process, signal.SIGUSR1)
                 os.kill(process, signal.SIGTERM)
 
     return train(asked, on_step=on_step)
 
 
-def test_sigterm_also_to_the_processes_that_load_samples_stops_well(tmp_path: Path) -> None:
+def test_signals_also_to_the_processes_that_load_samples_stop_well(tmp_path: Path) -> None:
     asked = config(tmp_path, train={"steps": 40}, data={"workers": 1})
     (outcome,) = run_ranks(told_with_its_workers, num_ranks=1, args=(asked,))
     assert outcome.preempted

@@ -14,7 +14,8 @@ plan="$(dirname "$0")/plan.toml"
 if [ $# -eq 0 ]; then
   set -- -m shardwise train "${{CONFIG:-train.toml}}" --plan "$plan"
 fi
-exec torchrun {options} "$@"
+# SIGUSR1, for instance of SLURM's --signal=USR1, is passed on to the ranks too: they save and end.
+exec torchrun --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 {options} "$@"
 """
 _SBATCH = """#!/usr/bin/env bash
 # sbatch job.sbatch                            shardwise train train.toml, with the plan next to this file

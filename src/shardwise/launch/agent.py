@@ -26,6 +26,7 @@ from shardwise.autopsy.own_record import clear_records, path_of
 from shardwise.launch.failure import LAST_WORDS_SECONDS, Failure, ended, first, reported
 from shardwise.launch.one_machine import OneMachine
 from shardwise.launch.rank_files import RankEnvironments, RankFiles, num_threads
+from shardwise.launch.stop_signals import STOP_SIGNALS
 from shardwise.launch.warm_start import WarmStart, forking
 from shardwise.torch_internals import torch_private
 
@@ -112,7 +113,7 @@ class Agent(LocalElasticAgent):
         if not worker_group.spec.max_restarts:
             self.close()
         # These replace torch's own handlers, which interrupt the agent wherever it is.
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in (*STOP_SIGNALS, signal.SIGINT):
             ignored = number == signal.SIGHUP and self._ignores_hangup
             signal.signal(number, signal.SIG_IGN if ignored else self._stop)
         if self.stopped_by is not None:

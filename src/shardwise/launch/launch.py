@@ -2,8 +2,8 @@
 
     launch ──▶ Agent ──▶ rank 0 … rank N-1, each `python -m shardwise.launch.rank_process PROGRAM ARGUMENTS…`
 
-Exit codes: 0 success, also after SIGTERM; 1 a rank failed; 2 a user's mistake; 130 after ^C; 128 + signal if a signal
-ended the job before all ranks had saved.
+Exit codes: 0 success, also after SIGTERM, SIGHUP or SIGUSR1; 1 a rank failed; 2 a user's mistake; 130 after ^C; 128 +
+signal if a signal ended the job before all ranks had saved.
 """
 
 import errno
@@ -20,6 +20,7 @@ from shardwise.launch.agent import Agent, JobFailed, JobStopped
 from shardwise.launch.folder_lock import InvalidFolder, locked
 from shardwise.launch.private_folder import private_folder
 from shardwise.launch.rank_files import RankFiles
+from shardwise.launch.stop_signals import STOP_SIGNALS
 from shardwise.recovery.memory_folder import snapshots_of_launch
 from shardwise.vocabulary.printable import printable_lines
 
@@ -40,9 +41,9 @@ def launch(
     """Run `python -m program arguments…` on `num_ranks` local ranks, and return the exit code.
 
     If a rank is killed, or fails because of the device, the disk or the network, all ranks are started again, at most
-    `max_restarts` times; any other failure ends the job. SIGTERM and ^C are passed on to the ranks as SIGTERM, and they
-    have `grace_seconds` to exit. `imports` are modules of the program that a restart need not import again. Only the
-    main thread can call this.
+    `max_restarts` times; any other failure ends the job. STOP_SIGNALS and ^C are passed on to the ranks as SIGTERM, and
+    they have `grace_seconds` to exit. `imports` are modules of the program that a restart need not import again. Only
+    the main thread can call this.
     """
     try:
         stopped_by = run_job(
@@ -116,7 +117,7 @@ def _claimed(folder: Path) -> Iterator[Path]:
 @contextmanager
 def _restored() -> Iterator[None]:
     """Restore the signal handlers that the agent replaces, and drop its warnings, since `launch` reports itself."""
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    numbers = (*STOP_SIGNALS, signal.SIGINT, signal.SIGQUIT)
     before = {number: signal.getsignal(number) for number in numbers}
     log = logging.getLogger("torch.distributed.elastic")
     propagate, log.propagate = log.propagate, False

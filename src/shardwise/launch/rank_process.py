@@ -17,6 +17,7 @@ import sys
 from shardwise.comm.job_environment import start_of
 from shardwise.errors import ShardwiseError
 from shardwise.launch.failure import report, stalls_reported, write_to_log
+from shardwise.launch.stop_signals import STOP_SIGNALS
 
 # The variable that holds the launcher's process id.
 LAUNCHER = "SHARDWISE_LAUNCHER"
@@ -35,7 +36,7 @@ def main() -> None:
         sys.stdout.reconfigure(line_buffering=True)
     faulthandler.enable()
     # Blocked until training handles them (preemption.py): while a rank starts, there is nothing to save.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         with stalls_reported():
             run(*sys.argv[1:])

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from shardwise.data.sampler import DistributedSampler
 from shardwise.errors import InvalidData
+from shardwise.launch.stop_signals import STOP_SIGNALS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,9 +117,9 @@ def batches_of(
 
 
 def _ignore_requests(worker: int) -> None:
-    """Ignore SIGTERM and SIGHUP in a worker process: its rank needs samples until it has saved."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    """Ignore requests to stop in a worker process: its rank needs samples until it has saved."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
