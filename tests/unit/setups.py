@@ -97,5 +97,6 @@ PLANTED: dict[str, tuple[str, dict[str, Any]]] = {
         "SW113",
         changed(TRAINER, gradient_checkpointing=True, fsdp_config__activation_checkpointing=True),
     ),
+    "a stage in quotes": ("SW115", changed(DEEPSPEED, zero_optimization__stage="3")),
     "a key with a typing mistake": ("SW114", changed(ACCELERATE, fsdp_config__fsdp_reshard_after_foward=True)),
 }

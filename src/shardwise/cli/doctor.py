@@ -45,11 +45,13 @@ def doctor(
         print(f"{printable(f'{path}: {described}')}\nnothing wrong found")
         return
     setup = _setup(path)
-    _show(setup, path)
     from shardwise.interchange.check_setup import check_setup
 
     findings = check_setup(setup)
-    if model:
+    is_known = not setup.settings.wrong
+    if is_known:
+        _show(setup, path)
+    if model and is_known:
         from shardwise.hardware.cluster import parse_cluster
         from shardwise.interchange.predicted import predict
         from shardwise.report.text.fp8_table import fp8_lines
@@ -79,6 +81,7 @@ def _setup(path: Path) -> "ForeignSetup":
     from shardwise.interchange.foreign_setup import ForeignSetup
     from shardwise.interchange.from_torchtitan import is_torchtitan
     from shardwise.interchange.recognise import read_setup
+    from shardwise.interchange.setting_values import Settings
 
     if path.suffix != ".toml":
         return read_setup(path)
@@ -90,10 +93,10 @@ def _setup(path: Path) -> "ForeignSetup":
     if is_torchtitan(table):
         return read_setup(path)
     if "task" not in table:
-        return ForeignSetup(tool="shardwise", plan=Plan.load(path), settings={})
+        return ForeignSetup(tool="shardwise", plan=Plan.load(path), settings=Settings({}))
     from shardwise.train.config import load_config
 
-    return ForeignSetup(tool="shardwise", plan=load_config(path).plan, settings={})
+    return ForeignSetup(tool="shardwise", plan=load_config(path).plan, settings=Settings({}))
 
 
 def _show(setup: "ForeignSetup", path: Path) -> None:

@@ -57,6 +57,8 @@ def import_(
     if out.exists():
         raise InvalidPlan(f"{out} exists: remove it, or choose another --out")
     setup = read_setup(path)
+    for line, fix in setup.settings.wrong.values():
+        raise InvalidPlan(f"{path}: {line}; {fix}")
     # Shardwise's engine runs the imported plan, with its defaults.
     replace(setup.plan, engine="shardwise", capture="auto").save(out)
     print(f"{out}: {setup.plan.strategy}, as {path} of {setup.tool}")

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 
 from shardwise.interchange.foreign_setup import ForeignSetup
+from shardwise.interchange.from_torchtitan import or_rest
 from shardwise.interchange.mistakes import Mistake
-from shardwise.interchange.setting_values import as_bool, as_count
 from shardwise.plan.placement import SHARDED, placement_of
 
 _OF_VERSION_1 = ("sharding_strategy", "backward_prefetch", "forward_prefetch", "use_orig_params", "sync_module_states")
@@ -24,7 +24,10 @@ Finding = tuple[str, str]
 
 
 def check_setup(setup: ForeignSetup) -> list[Mistake]:
-    found = ((code, finding) for code, check in _CHECKS.items() for finding in check(setup))
+    found = [(code, finding) for code, check in _CHECKS.items() for finding in check(setup)]
+    if setup.settings.wrong:
+        # Alone: the others may be about the defaults that were read in place of these.
+        found = [("SW115", finding) for finding in setup.settings.wrong.values()]
     return [Mistake(code=code, line=line, fix=fix) for code, (line, fix) in found]
 
 
@@ -42,22 +45,22 @@ def _nothing_wrapped(setup: ForeignSetup) -> Iterator[Finding]:
 
 
 def _mixed_versions(setup: ForeignSetup) -> Iterator[Finding]:
-    version = as_count(setup.settings.get("fsdp_config.fsdp_version", setup.settings.get("fsdp_config.version")))
-    found = {key.rpartition(".")[2].removeprefix("fsdp_"): key for key in setup.settings if key.startswith("fsdp")}
-    if version == 2:
+    settings = setup.settings
+    found = {key.rpartition(".")[2].removeprefix("fsdp_"): key for key in settings.values if key.startswith("fsdp")}
+    if settings.one_of(found.get("version", ""), {1: 1, 2: 2}, default=1) == 2:
         old = [found[name].rpartition(".")[2] for name in _OF_VERSION_1 if name in found]
         if old:
             yield (
                 f"{', '.join(old)} belong to version 1, and version 2 ignores them",
                 "remove them; version 2 has fsdp_reshard_after_forward: true or false",
             )
-        value = setup.settings.get(found.get("reshard_after_forward", ""))
+        value = settings.values.get(found.get("reshard_after_forward", ""))
         if isinstance(value, str) and value.lower() not in ("true", "false"):
             yield (
                 f"fsdp_reshard_after_forward: {value} is a strategy of version 1",
                 "write true (FULL_SHARD) or false (SHARD_GRAD_OP)",
             )
-    elif isinstance(setup.settings.get(found.get("reshard_after_forward", "")), bool):
+    elif isinstance(settings.values.get(found.get("reshard_after_forward", "")), bool):
         yield (
             "fsdp_reshard_after_forward as a switch belongs to version 2, and this file is of version 1",
             "set fsdp_version: 2, or name fsdp_sharding_strategy",
@@ -81,7 +84,7 @@ def _synchronising_passes(setup: ForeignSetup) -> Iterator[Finding]:
             f"ZeRO stages 2 and 3 reduce gradients in each of the {setup.plan.accumulate} passes",
             "stage 1 reduces once per step, if its gradients fit; or use fewer, larger passes",
         )
-    elif as_bool(setup.settings.get("gradient_accumulation_plugin.sync_each_batch")):
+    elif setup.settings.switch("gradient_accumulation_plugin.sync_each_batch"):
         yield (
             f"sync_each_batch reduces gradients in each of the {setup.plan.accumulate} passes",
             "leave it out, if the gradients of a whole step fit",
@@ -99,13 +102,13 @@ def _split_ties(setup: ForeignSetup) -> Iterator[Finding]:
 
 def _uneven_batches(setup: ForeignSetup) -> Iterator[Finding]:
     settings = setup.settings
-    if settings.get("use_distributed_sampler", True) is False:
+    if not settings.switch("use_distributed_sampler", default=True):
         yield (
             "use_distributed_sampler: false, so every rank reads all samples, and all ranks the same ones",
             "leave it out, or give the DataLoader a DistributedSampler of your own",
         )
-    even = next((settings[key] for key in settings if key.rpartition(".")[2] == "even_batches"), True)
-    if not as_bool(even):
+    even = next((key for key in settings.values if key.rpartition(".")[2] == "even_batches"), "")
+    if not settings.switch(even, default=True):
         yield (
             "even_batches: false: a rank that runs out of batches first leaves the others waiting",
             "leave it out, or wrap the loop in accelerator.join_uneven_inputs",
@@ -113,16 +116,17 @@ def _uneven_batches(setup: ForeignSetup) -> Iterator[Finding]:
 
 
 def _narrow_range(setup: ForeignSetup) -> Iterator[Finding]:
-    if setup.plan.precision == "fp16" and setup.settings.get("fp16.loss_scale", 0) not in (0, None):
+    scale = setup.settings.number("fp16.loss_scale")
+    if setup.plan.precision == "fp16" and scale:
         yield (
-            f"fp16 with a fixed loss scale of {setup.settings['fp16.loss_scale']}: gradients overflow or vanish",
+            f"fp16 with a fixed loss scale of {scale:g}: gradients overflow or vanish",
             "set fp16.loss_scale to 0, which adapts it, or use bf16, which needs none",
         )
 
 
 def _contradicting_sizes(setup: ForeignSetup) -> Iterator[Finding]:
     settings, plan = setup.settings, setup.plan
-    total = as_count(settings.get("train_batch_size"), default=0)
+    total = settings.count("train_batch_size", default=0)
     if setup.tool == "deepspeed" and total and plan.micro_batch:
         each = plan.micro_batch * plan.accumulate
         if total % each:
@@ -130,14 +134,14 @@ def _contradicting_sizes(setup: ForeignSetup) -> Iterator[Finding]:
                 f"train_batch_size {total} is not a multiple of {each} (samples per rank × passes)",
                 f"set it to {each} × the number of ranks",
             )
-    machines = as_count(settings.get("num_machines"))
+    machines = settings.count("num_machines")
     if setup.tool == "accelerate" and setup.num_ranks is not None and setup.num_ranks % machines:
         yield (
             f"num_processes {setup.num_ranks} counts the whole job, and is not a multiple of {machines} machines",
             f"set it to {machines} × the GPUs per machine",
         )
     if setup.tool == "torchtitan":
-        total = as_count(settings.get("training.global_batch_size", -1), default=0)
+        total = or_rest(settings, "training.global_batch_size")
         each = (plan.micro_batch or 0) * (setup.num_ranks or 0)
         if total and each and total % each:
             yield (
@@ -148,10 +152,8 @@ def _contradicting_sizes(setup: ForeignSetup) -> Iterator[Finding]:
 
 def _recomputed_twice(setup: ForeignSetup) -> Iterator[Finding]:
     settings = setup.settings
-    both = as_bool(settings.get("gradient_checkpointing")) and any(
-        as_bool(value) for key, value in settings.items() if key.endswith("activation_checkpointing")
-    )
-    if both:
+    own = [key for key in settings.values if key.endswith("activation_checkpointing")]
+    if settings.switch("gradient_checkpointing") and any(settings.switch(key) for key in own):
         yield (
             "gradient_checkpointing and FSDP's activation_checkpointing are both on: layers are gathered twice",
             "keep FSDP's, and set gradient_checkpointing: false",
@@ -161,7 +163,7 @@ def _recomputed_twice(setup: ForeignSetup) -> Iterator[Finding]:
 def _unknown_keys(setup: ForeignSetup) -> Iterator[Finding]:
     if setup.tool != "accelerate":
         return
-    for key in setup.settings:
+    for key in setup.settings.values:
         table, _, name = key.rpartition(".")
         if table == "fsdp_config" and name not in _ACCELERATE_FSDP:
             near = get_close_matches(name, _ACCELERATE_FSDP, n=1)

@@ -1,9 +1,8 @@
 """The settings of another tool's file, as a plan."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from shardwise.interchange.setting_values import Settings
 from shardwise.plan import Plan
 
 ZERO_STAGES = {0: "ddp", 1: "zero1", 2: "zero2", 3: "fsdp"}
@@ -24,7 +23,7 @@ class ForeignSetup:
 
     tool             the tool that the file belongs to
     plan             the closest plan of Shardwise; recognise.py sets its engine
-    settings         the keys of the file, flattened: `fsdp_config.fsdp_version`
+    settings         the settings of the file, and which of them are wrong
     num_ranks        ranks of the job; None if the file does not say
     foreign          the engine that runs it, for the planner's times ("" for torch's own)
     left_out         one line per setting that a plan cannot express
@@ -34,7 +33,7 @@ class ForeignSetup:
 
     tool: str
     plan: Plan
-    settings: Mapping[str, Any]
+    settings: Settings
     num_ranks: int | None = None
     foreign: str = ""
     left_out: tuple[str, ...] = ()

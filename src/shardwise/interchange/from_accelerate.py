@@ -4,47 +4,61 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwise.interchange.foreign_setup import FSDP_STRATEGIES, ZERO_STAGES, ForeignSetup, units_of
-from shardwise.interchange.setting_values import as_bool, as_count, class_names, flatten
+from shardwise.interchange.setting_values import Settings
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 
-_PRECISIONS = {"bf16": "bf16", "fp16": "fp16"}
-# By name, or by number in older files.
-_SHARDING = FSDP_STRATEGIES | {str(number): name for number, name in enumerate(FSDP_STRATEGIES.values(), start=1)}
+_PRECISIONS = {"NO": "fp32", "FALSE": "fp32", "FP16": "fp16", "BF16": "bf16", "FP8": "fp32"}
+# Version 2 has a switch, version 1 names, and older files have numbers.
+_SHARDING: Mapping[Any, str] = {
+    "TRUE": "fsdp",
+    "FALSE": "shard_grad_op",
+    **FSDP_STRATEGIES,
+    **dict(enumerate(FSDP_STRATEGIES.values(), start=1)),
+    **{str(number): name for number, name in enumerate(FSDP_STRATEGIES.values(), start=1)},
+}
+_POLICIES = {name: name for name in ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")}
+_OFFLOADS = {"NONE": False, "CPU": True, "NVME": False}
 
 
 def from_accelerate(data: Mapping[str, Any]) -> ForeignSetup | None:
     """Return the setup; None if the file is not Accelerate's."""
     if "distributed_type" not in data and "compute_environment" not in data:
         return None
-    kind = str(data.get("distributed_type", "NO")).upper()
-    fsdp = _table(data, "fsdp_config") if kind == "FSDP" else {}
-    deepspeed = _table(data, "deepspeed_config") if kind == "DEEPSPEED" else {}
+    settings = Settings(data)
+    # YAML reads an unquoted NO as false.
+    kind = "NO" if data.get("distributed_type") is False else settings.text("distributed_type", default="NO").upper()
     strategy, left_out, wraps, wraps_nothing = "ddp", [], None, False
+    num_ranks, accumulate, recomputes, offloads, mesh = settings.count("num_processes"), 1, False, False, None
     if kind == "FSDP":
-        strategy = _strategy(fsdp)
-        wraps, wraps_nothing = _wraps(fsdp)
+        strategy = _strategy(settings)
+        wraps, wraps_nothing = _wraps(settings)
+        recomputes = settings.switch("fsdp_config.fsdp_activation_checkpointing")
+        offloads = settings.switch("fsdp_config.fsdp_offload_params")
+        mesh = _mesh(settings, num_ranks=num_ranks)
     elif kind == "DEEPSPEED":
-        strategy = ZERO_STAGES.get(as_count(deepspeed.get("zero_stage"), default=2), "zero2")
-        if "deepspeed_config_file" in deepspeed:
+        strategy = settings.one_of("deepspeed_config.zero_stage", ZERO_STAGES, default="zero2")
+        accumulate = settings.count("deepspeed_config.gradient_accumulation_steps")
+        offloads = settings.one_of("deepspeed_config.offload_optimizer_device", _OFFLOADS, default=False)
+        if settings.has("deepspeed_config.deepspeed_config_file"):
             left_out.append("deepspeed_config_file: read that file instead")
     elif kind not in ("NO", "MULTI_GPU", "MULTI_CPU"):
         left_out.append(f"distributed_type {kind}: a plan has DDP and sharding")
-    num_ranks = as_count(data.get("num_processes"))
     plan = Plan(
         strategy=strategy,
         units=units_of(wraps, wraps_nothing=wraps_nothing),
-        mesh=_mesh(_table(data, "parallelism_config"), num_ranks=num_ranks) if kind == "FSDP" else None,
-        precision=_PRECISIONS.get(str(data.get("mixed_precision", "no")).lower(), "fp32"),
-        accumulate=as_count(deepspeed.get("gradient_accumulation_steps")),
-        recompute="full" if as_bool(fsdp.get("fsdp_activation_checkpointing")) else "none",
-        offload_states=as_bool(fsdp.get("fsdp_offload_params"))
-        or str(deepspeed.get("offload_optimizer_device", "none")) == "cpu",
+        mesh=mesh,
+        precision=settings.one_of("mixed_precision", _PRECISIONS, default="fp32"),
+        accumulate=accumulate,
+        recompute="full" if recomputes else "none",
+        offload_states=offloads,
     )
+    if settings.values.get("mixed_precision") == "fp8":
+        left_out.append("mixed_precision fp8: a plan names the layers")
     return ForeignSetup(
         tool="accelerate",
         plan=plan,
-        settings=flatten(data),
+        settings=settings,
         num_ranks=num_ranks,
         foreign="deepspeed" if kind == "DEEPSPEED" else "",
         left_out=tuple(left_out),
@@ -52,29 +66,24 @@ def from_accelerate(data: Mapping[str, Any]) -> ForeignSetup | None:
     )
 
 
-def _table(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = data.get(key)
-    return value if isinstance(value, Mapping) else {}
-
-
-def _strategy(fsdp: Mapping[str, Any]) -> str:
+def _strategy(settings: Settings) -> str:
     """Return the strategy. Version 1 names it (some files under version 2's key), version 2 has a switch."""
-    if as_count(fsdp.get("fsdp_version")) == 2:
-        return "fsdp" if as_bool(fsdp.get("fsdp_reshard_after_forward", True)) else "shard_grad_op"
-    named = fsdp.get("fsdp_sharding_strategy", fsdp.get("fsdp_reshard_after_forward", "FULL_SHARD"))
-    return _SHARDING.get(str(named).upper(), "fsdp")
+    is_second = settings.one_of("fsdp_config.fsdp_version", {1: False, 2: True}, default=False)
+    names_it = not is_second and "fsdp_config.fsdp_sharding_strategy" in settings.values
+    key = "fsdp_sharding_strategy" if names_it else "fsdp_reshard_after_forward"
+    return settings.one_of(f"fsdp_config.{key}", _SHARDING, default="fsdp")
 
 
-def _wraps(fsdp: Mapping[str, Any]) -> tuple[tuple[str, ...] | None, bool]:
+def _wraps(settings: Settings) -> tuple[tuple[str, ...] | None, bool]:
     """Return (the wrapped classes, whether nothing is wrapped)."""
-    policy = str(fsdp.get("fsdp_auto_wrap_policy", "NO_WRAP")).upper()
+    policy = settings.one_of("fsdp_config.fsdp_auto_wrap_policy", _POLICIES, default="NO_WRAP")
     if policy == "TRANSFORMER_BASED_WRAP":
-        return class_names(fsdp.get("fsdp_transformer_layer_cls_to_wrap")) or None, False
+        return settings.class_names("fsdp_config.fsdp_transformer_layer_cls_to_wrap") or None, False
     return None, policy == "NO_WRAP"
 
 
-def _mesh(parallelism: Mapping[str, Any], *, num_ranks: int) -> Mesh | None:
-    replicate = as_count(parallelism.get("parallelism_config_dp_replicate_size"))
+def _mesh(settings: Settings, *, num_ranks: int) -> Mesh | None:
+    replicate = settings.count("parallelism_config.parallelism_config_dp_replicate_size")
     if replicate == 1 or num_ranks % replicate:
         return None
     return Mesh(replicate=replicate, shard=num_ranks // replicate)

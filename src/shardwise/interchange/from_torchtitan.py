@@ -4,11 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwise.interchange.foreign_setup import ForeignSetup
-from shardwise.interchange.setting_values import as_bool, as_count, flatten
+from shardwise.interchange.setting_values import Settings
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 
-_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_DTYPES = {"FLOAT32": "fp32", "BFLOAT16": "bf16", "FLOAT16": "fp16"}
+_RESHARDS = {"DEFAULT": "fsdp", "ALWAYS": "fsdp", "NEVER": "shard_grad_op"}
+_RECOMPUTES = {"NONE": "none", "FULL": "full", "SELECTIVE": "selective", "MEMORY_BUDGET": "none"}
 _OTHER_AXES = ("tensor_parallel_degree", "pipeline_parallel_degree", "context_parallel_degree")
 
 
@@ -20,35 +22,29 @@ def from_torchtitan(data: Mapping[str, Any]) -> ForeignSetup | None:
     """Return the setup; None if the file is not torchtitan's."""
     if not is_torchtitan(data):
         return None
-    settings = flatten(data)
-    replicate = as_count(settings.get("parallelism.data_parallel_replicate_degree"))
-    # −1 stands for all remaining ranks.
-    shard = as_count(settings.get("parallelism.data_parallel_shard_degree", -1), default=0)
-    strategy = "fsdp"
-    if shard == 1:
-        strategy = "ddp"
-    elif str(settings.get("parallelism.fsdp_reshard_after_forward", "default")) == "never":
-        strategy = "shard_grad_op"
+    settings = Settings(data)
+    replicate = settings.count("parallelism.data_parallel_replicate_degree")
+    shard = or_rest(settings, "parallelism.data_parallel_shard_degree")
+    strategy = settings.one_of("parallelism.fsdp_reshard_after_forward", _RESHARDS, default="fsdp")
     num_ranks = replicate * shard if shard else None
-    micro_batch = as_count(settings.get("training.local_batch_size", settings.get("training.batch_size")), default=0)
-    recompute = str(settings.get("activation_checkpoint.mode", "selective"))
+    old_names = {"training.local_batch_size": "training.batch_size", "compile.enable": "training.compile"}
+    batch, compiles = (name if settings.has(name) else old for name, old in old_names.items())
+    micro_batch = settings.count(batch, default=0)
     plan = Plan(
-        strategy=strategy,
+        strategy="ddp" if shard == 1 else strategy,
         mesh=Mesh(replicate=replicate, shard=shard) if shard > 1 and replicate > 1 else None,
         micro_batch=micro_batch or None,
         accumulate=_passes(settings, micro_batch=micro_batch, num_ranks=num_ranks),
-        precision=_DTYPES.get(str(settings.get("training.mixed_precision_param", "bfloat16")), "bf16"),
-        reduce_dtype=_DTYPES.get(str(settings.get("training.mixed_precision_reduce", "float32")), "fp32"),
-        recompute=recompute if recompute in ("none", "full", "selective") else "none",
-        offload_states=as_bool(settings.get("training.enable_cpu_offload")),
-        compile="inductor"
-        if as_bool(settings.get("compile.enable", settings.get("training.compile", False)))
-        else "none",
+        precision=settings.one_of("training.mixed_precision_param", _DTYPES, default="bf16"),
+        reduce_dtype=settings.one_of("training.mixed_precision_reduce", _DTYPES, default="fp32"),
+        recompute=settings.one_of("activation_checkpoint.mode", _RECOMPUTES, default="selective"),
+        offload_states=settings.switch("training.enable_cpu_offload"),
+        compile="inductor" if settings.switch(compiles) else "none",
     )
     left_out = [
-        f"parallelism.{axis} = {settings[f'parallelism.{axis}']}: a plan has no such axis"
+        f"parallelism.{axis} = {degree}: a plan has no such axis"
         for axis in _OTHER_AXES
-        if as_count(settings.get(f"parallelism.{axis}")) > 1
+        if (degree := settings.count(f"parallelism.{axis}")) > 1
     ]
     return ForeignSetup(
         tool="torchtitan",
@@ -56,12 +52,17 @@ def from_torchtitan(data: Mapping[str, Any]) -> ForeignSetup | None:
         settings=settings,
         num_ranks=num_ranks,
         left_out=tuple(left_out),
-        master_dtype=_DTYPES.get(str(settings.get("training.dtype", "float32")), "fp32"),
+        master_dtype=settings.one_of("training.dtype", _DTYPES, default="fp32"),
     )
 
 
-def _passes(settings: Mapping[str, Any], *, micro_batch: int, num_ranks: int | None) -> int:
-    total = as_count(settings.get("training.global_batch_size", -1), default=0)
+def _passes(settings: Settings, *, micro_batch: int, num_ranks: int | None) -> int:
+    total = or_rest(settings, "training.global_batch_size")
     if not (total and micro_batch and num_ranks):
         return 1
     return max(1, total // (micro_batch * num_ranks))
+
+
+def or_rest(settings: Settings, name: str) -> int:
+    """Return a count; 0 for −1, which stands for what the other settings leave."""
+    return 0 if settings.values.get(name) == -1 else settings.count(name, default=0)

@@ -17,6 +17,7 @@ TITLES = {
     "SW112": "the job's sizes contradict each other",
     "SW113": "activations are recomputed twice",
     "SW114": "an unknown key",
+    "SW115": "a value that the tool cannot take",
 }
 
 
