@@ -90,11 +90,16 @@ def started(fault: str, strategy: str, folder: Path, **more: str) -> list[Rank]:
 def test_a_process_that_is_stopped_is_named_by_the_others(fault: str, strategy: str, tmp_path: Path) -> None:
     waiting, stopped = started(fault, strategy, tmp_path)
     operation = "gather blocks.0" if strategy == "fsdp" else r"reduce blocks\S+"
-    assert re.search(
-        rf"rank 1 stopped \(has not answered for \d+ s\): at or before {operation}, step 4", waiting.verdict
-    )
+    why = r"has held up the others for (\d+) s and does not answer"
+    named = re.search(rf"rank 1 stopped \({why}\): at or before {operation}, step 4", waiting.verdict)
+    assert named
     assert re.search(rf"rank 0 waiting in {operation}, step 4", waiting.verdict)
-    say(re.sub(r"\d+ s\b", "60 s", waiting.verdict))
+    # The seconds can be compared with what the user has set.
+    limit = re.search(rf"the limit is (\d+) s \(watch_seconds = {WATCH_SECONDS:g}[,)]", waiting.verdict)
+    assert limit
+    assert int(named[1]) >= int(limit[1]) >= WATCH_SECONDS
+    said = re.sub(r"the limit is \d+ s \(.*?\)", "the limit is 60 s (watch_seconds = 60)", waiting.verdict)
+    say(re.sub(r"\d+ s\b", "60 s", said))
     assert waiting.code == EXIT_CODE
     assert stopped.code is None
     assert waiting.seconds < SOON_SECONDS
@@ -102,7 +107,7 @@ def test_a_process_that_is_stopped_is_named_by_the_others(fault: str, strategy: 
 
 def test_a_stopped_process_that_serves_the_store_is_named_too(tmp_path: Path) -> None:
     stopped, waiting = started("stopped", "ddp", tmp_path, WRONG_RANK="0")
-    assert "rank 0 stopped (has not answered" in waiting.verdict
+    assert re.search(r"rank 0 stopped \(has held up the others for \d+ s and does not answer\)", waiting.verdict)
     assert (stopped.code, waiting.code) == (None, EXIT_CODE)
     assert waiting.seconds < SOON_SECONDS
 
@@ -122,7 +127,8 @@ def test_a_rank_whose_own_code_holds_up_the_others_is_named_by_all(
     fault: str, strategy: str, where: str, tmp_path: Path
 ) -> None:
     for rank in started(fault, strategy, tmp_path):
-        assert re.search(rf"rank 1 stopped \(has issued nothing for \d+ s\): {where}; rank 0 waiting in", rank.verdict)
+        why = r"has held up the others for \d+ s and issues nothing"
+        assert re.search(rf"rank 1 stopped \({why}\): {where}; rank 0 waiting in", rank.verdict)
         assert rank.code == EXIT_CODE
         assert rank.seconds < SOON_SECONDS
 
@@ -207,7 +213,7 @@ def test_our_launcher_tells_of_the_rank_that_stopped(
     # What rank 0 said itself, and the launcher's own report.
     assert any(line.startswith("shardwise [rank 0]: rank 1 stopped") for line in lines)
     (told,) = [line for line in lines if line.startswith("rank 1 failed first")]
-    assert "RankStopped: rank 1 stopped (has not answered" in told
+    assert "RankStopped: rank 1 stopped (has held up the others" in told
     assert "rank 0 waiting in gather blocks.0, step 4" in told
     assert code == 1
     assert processes_with(f"TESTED_IN={tmp_path}") == []
@@ -237,7 +243,8 @@ def test_a_training_whose_data_hold_up_one_rank_ends_and_names_it(
     code = launch(arguments, num_ranks=2, max_restarts=0, folder=tmp_path / "run")
     errors = capfd.readouterr().err
     (told,) = [line for line in errors.splitlines() if line.startswith("rank 1 failed first")]
-    assert re.search(r"RankStopped: rank 1 stopped \(has issued nothing for \d+ s\): step 4, between steps", told)
+    why = r"has held up the others for \d+ s and issues nothing"
+    assert re.search(rf"RankStopped: rank 1 stopped \({why}\): step 4, between steps", told)
     assert code == 1
     assert ranks_left() == []
 

@@ -42,7 +42,10 @@ class Pace:
         """The time of the slowest of the last steps."""
         return max(self._step_seconds, default=0.0)
 
-    def limit(self, seconds: float, *, most_seconds: float) -> float:
-        """Return how long ranks may wait for another, given the limit that the user asked for."""
-        first = _FIRST_FACTOR if self._taken < _FIRST_STEPS else 1.0
-        return min(max(first * seconds, _STEP_FACTOR * self.slowest_seconds), most_seconds)
+    def limit(self, seconds: float, *, most_seconds: float) -> tuple[float, str]:
+        """Return how long ranks may wait for another, and why, if that is not what the user asked for ("")."""
+        limits = [(seconds, ""), (_STEP_FACTOR * self.slowest_seconds, "three times the slowest of the last steps")]
+        if self._taken < _FIRST_STEPS:
+            limits.append((_FIRST_FACTOR * seconds, "four times as long until the second step is done"))
+        longest = max(limits, key=lambda limit: limit[0])
+        return longest if longest[0] <= most_seconds else (most_seconds, "just below the time-out of the process group")

@@ -50,17 +50,18 @@ def find_stall(
         return None
     if waits_on_host and not any(rank.waits_for for rank in waiting):
         return None
+    # What the limit is compared with: how long all those that are furthest ahead have waited.
+    held_up = f"has held up the others for {min(rank.idle_seconds for rank in waiting):.0f} s"
     if silent:
-        seconds = max(rank.silent_seconds for rank in silent)
         # It cannot be further: the others have completed nothing without it.
         where = f"at or before {_operation(waiting[0])}, step {waiting[0].step}, {waiting[0].phase}"
-        return _describe(silent, why=f"has not answered for {seconds:.0f} s", where=where, waiting=waiting)
+        return _describe(silent, why=f"{held_up} and does not answer", where=where, waiting=waiting)
     behind = [rank for rank in heard if rank.position < furthest]
     if behind:
         last = min(rank.position for rank in behind)
         blocking = [rank for rank in behind if rank.position == last]
         if all(rank.left or rank.idle_seconds >= limit_seconds for rank in blocking):
-            why = "has ended" if blocking[0].left else f"has issued nothing for {blocking[0].idle_seconds:.0f} s"
+            why = "has ended" if blocking[0].left else f"{held_up} and issues nothing"
             return _describe(blocking, why=why, where=str(blocking[0]), waiting=waiting)
         return None
     left = [rank for rank in heard if rank.left]

@@ -170,7 +170,7 @@ class Watch:
                 self._end(self._verdict)
             idle = self._pace.idle_seconds
             warns = max(self._seconds / 5, self._quiet_seconds + self._write_seconds + self._tick_seconds)
-            limit = self._pace.limit(self._seconds, most_seconds=self._most_seconds)
+            limit, why = self._pace.limit(self._asked_seconds, most_seconds=self._most_seconds)
             ends = idle >= limit
             if idle < warns or (not ends and self._warned_at == self._pace.position):
                 continue
@@ -180,11 +180,13 @@ class Watch:
                 silence_seconds=self._silence_seconds,
                 waits_on_host=self._waits_on_host,
             )
+            # So that the seconds in the line can be compared with what the user has set.
+            asked = f"watch_seconds = {self._asked_seconds:g}" + (f", {why}" if why else "")
             if stall is not None and ends:
-                self._end(stall)
+                self._end(replace(stall, text=f"{stall.text}; the limit is {limit:.0f} s ({asked})"))
             elif stall is not None:
                 self._warned_at = self._pace.position
-                self._log(f"{stall.text}; the job ends if this lasts {limit:.0f} s (watch_seconds)")
+                self._log(f"{stall.text}; the job ends if this lasts {limit:.0f} s ({asked})")
 
     def _standings(self) -> list[Standing]:
         """Return where all ranks stand. A rank not heard from yet counts as silent since the wait began."""

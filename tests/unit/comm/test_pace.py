@@ -28,21 +28,21 @@ def steps(clock: SimpleNamespace, watched: Pace, *seconds: float) -> None:
 
 def test_the_first_steps_have_four_times_the_limit(clock: SimpleNamespace) -> None:
     watched = Pace()
-    assert watched.limit(300, most_seconds=1e9) == 1200
+    assert watched.limit(300, most_seconds=1e9) == (1200, "four times as long until the second step is done")
     steps(clock, watched, 50, 1)
-    assert watched.limit(300, most_seconds=1e9) == 300
+    assert watched.limit(300, most_seconds=1e9) == (300, "")
 
 
 def test_slow_steps_make_the_limit_longer_until_they_are_long_past(clock: SimpleNamespace) -> None:
     watched = Pace()
     steps(clock, watched, 900, 1, 200)
-    assert watched.limit(300, most_seconds=1e9) == 600
+    assert watched.limit(300, most_seconds=1e9) == (600, "three times the slowest of the last steps")
     steps(clock, watched, *[1] * 8)
-    assert watched.limit(300, most_seconds=1e9) == 300
+    assert watched.limit(300, most_seconds=1e9) == (300, "")
 
 
 def test_the_time_out_of_the_group_is_the_last_word(clock: SimpleNamespace) -> None:
-    assert Pace().limit(300, most_seconds=27) == 27
+    assert Pace().limit(300, most_seconds=27) == (27, "just below the time-out of the process group")
 
 
 def test_a_rank_is_idle_since_its_last_collective(clock: SimpleNamespace) -> None:

@@ -23,9 +23,9 @@ def test_the_rank_that_is_behind_is_named_with_what_the_others_wait_in() -> None
     stall = found(RANKS)
     assert stall == Stall(
         rank=2,
-        text="rank 2 stopped (has issued nothing for 12 s): step 4, between steps, after update (root); "
-        "ranks 0, 1 waiting in gather blocks.1, step 4, forward; where a rank's data end before those of others, use "
-        "`for batch in shardwise.join(model, loader):`",
+        text="rank 2 stopped (has held up the others for 10 s and issues nothing): step 4, between steps, after update "
+        "(root); ranks 0, 1 waiting in gather blocks.1, step 4, forward; where a rank's data end before those of others, "
+        "use `for batch in shardwise.join(model, loader):`",
     )
 
 
@@ -56,7 +56,8 @@ def test_a_silent_process_is_named_even_at_the_operation_of_the_others(waits_on_
     silent = replace(WAITS, rank=2, waits_for="", silent_seconds=9)
     stall = found([*RANKS[:2], silent], waits_on_host=waits_on_host)
     assert stall is not None
-    assert "rank 2 stopped (has not answered for 9 s): at or before gather blocks.1, step 4, forward" in stall.text
+    why = "has held up the others for 10 s and does not answer"
+    assert f"rank 2 stopped ({why}): at or before gather blocks.1, step 4, forward" in stall.text
 
 
 def test_where_only_devices_wait_a_rank_that_is_behind_is_named() -> None:
