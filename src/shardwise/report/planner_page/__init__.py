@@ -11,6 +11,7 @@ Python exports everything that does not depend on a setting, as data; JavaScript
     device_tables.py    devices, links and calibrations → the tables of the kernel model
     planner_document.py the page as one HTML file, or as the page of a server
     planner_server.py   `shardwise plan --serve`: the page, models on demand, dropped config.json files
+    trace_apart.py      the model of a dropped config.json, in a process of its own with limits
     page.html planner.css   its elements and their style
 
     memory.js           storages → peaks: stream_peak.py and replay.py of planner/memory

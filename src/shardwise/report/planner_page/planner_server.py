@@ -1,13 +1,12 @@
 """`shardwise plan --serve`: the planner page from a small server that only this machine can reach."""
 
 import json
-import tempfile
 import threading
 import tomllib
 from collections.abc import Callable
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -15,11 +14,17 @@ from shardwise.errors import InvalidModel, InvalidPlan, ShardwiseError
 from shardwise.models.catalogue import CATALOGUE
 from shardwise.plan import Plan
 from shardwise.report.planner_page.model_laws import model_data
+from shardwise.report.planner_page.page_plans import DEVICE_COUNTS
 from shardwise.report.planner_page.planner_document import catalogue_model, planner_page
+from shardwise.report.planner_page.trace_apart import trace_apart
 from shardwise.sources import Source
 
 HOST = "127.0.0.1"
 _MOST_BYTES = 2**20
+_MOST_TRACES = 2
+_MOST_SIGNS = 1000
+# A client that sends less than it has announced.
+_REQUEST_SECONDS = 30.0
 # Tokens per sample of a dropped config.json, unless its model has fewer positions.
 _TRACED_SEQ = 2048
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
@@ -31,11 +36,13 @@ Exports = Callable[[Plan, int, str], dict[str, Any]]
 class PlannerService:
     """The data that the server offers: the page, and models by name, each made once.
 
-    Models are made one at a time, because traces share torch's global state.
+    The command's own models are made one at a time, because traces share torch's global state; those of config files
+    in processes of their own, at most _MOST_TRACES at once.
     """
 
     def __init__(self, *, start: dict[str, Any], own: Source | None, targets: list[str], exports: Exports) -> None:
         self._lock = threading.Lock()
+        self._traces = threading.Semaphore(_MOST_TRACES)
         self._models: dict[str, dict[str, Any]] = {}
         self._exports = exports
         self._own = own
@@ -58,29 +65,39 @@ class PlannerService:
     def trace(self, config: bytes) -> dict[str, Any]:
         """Trace the model of a Hugging Face config.json, and return its data."""
         try:
-            given = json.loads(config)
-        except ValueError as error:
-            raise InvalidModel("the file is not JSON") from error
+            given = json.loads(config, parse_constant=_no_number)
+        except (ValueError, RecursionError) as error:
+            raise InvalidModel("the file is not JSON, or is nested too deeply") from error
         if not isinstance(given, dict) or "model_type" not in given:
             raise InvalidModel("the file is not a Hugging Face config.json: it has no model_type")
+        lengths = [given[key] for key in _POSITIONS if isinstance(given.get(key), int)]
+        if not self._traces.acquire(blocking=False):
+            raise InvalidModel(f"{_MOST_TRACES} models are being traced: try again when they are done")
+        try:
+            data = trace_apart(config, seq=max(1, min([_TRACED_SEQ, *lengths])))
+        finally:
+            self._traces.release()
+        kind = "".join(sign for sign in str(given["model_type"]) if sign.isalnum() or sign in "-_")[:40]
         with self._lock:
-            kind = "".join(sign for sign in str(given["model_type"]) if sign.isalnum() or sign in "-_")[:40]
             number = sum(name.startswith(f"{kind} (") for name in self._models) + 1
-            with tempfile.TemporaryDirectory() as folder:
-                Path(folder, "config.json").write_bytes(config)
-                name = f"{kind} (config {number})"
-                lengths = [given[key] for key in _POSITIONS if isinstance(given.get(key), int)]
-                source = Source(f"hf:{folder}", seq=max(1, min([_TRACED_SEQ, *lengths])))
-                self._models[name] = model_data(source.spec_for, name=name, longest=None)
+            name = f"{kind} (config {number})"
+            self._models[name] = data | {"name": name}
             return self._models[name]
 
     def export(self, plan: bytes, asked: dict[str, str]) -> dict[str, Any]:
         """Return the files of a plan, given as TOML, for the target in `asked`."""
         try:
             table = tomllib.loads(plan.decode())
-        except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise InvalidPlan("the plan is not TOML") from error
-        return self._exports(Plan.from_dict(table), int(asked.get("gpus", "0")), asked.get("to", ""))
+        except (ValueError, RecursionError) as error:
+            raise InvalidPlan("the plan is not TOML, or is nested too deeply") from error
+        counts = {str(count): count for count in DEVICE_COUNTS}
+        if (gpus := asked.get("gpus", "")) not in counts:
+            raise InvalidPlan(f"gpus = {gpus[:20]}: must be one of {', '.join(counts)}")
+        return self._exports(Plan.from_dict(table), counts[gpus], asked.get("to", ""))
+
+
+def _no_number(word: str) -> float:
+    raise ValueError(f"{word} is no number of JSON")
 
 
 _Routes = dict[str, Callable[[dict[str, str], bytes], Any]]
@@ -89,6 +106,7 @@ _Routes = dict[str, Callable[[dict[str, str], bytes], Any]]
 
 class _Handler(BaseHTTPRequestHandler):
     service: PlannerService
+    timeout = _REQUEST_SECONDS
 
     def do_GET(self) -> None:
         # Browsers always request an icon.
@@ -100,17 +118,24 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(routes | {"/export": lambda asked, body: self.service.export(body, asked)})
 
     def _answer(self, routes: _Routes) -> None:
+        try:
+            status, answer = self._answered(routes)
+        except Exception as error:
+            # Whatever a request makes of the server, it gets one line.
+            line = str(error) if isinstance(error, ShardwiseError) else f"{type(error).__name__}: {error}"
+            status, answer = HTTPStatus.BAD_REQUEST, {"error": line[:_MOST_SIGNS]}
+        # The client may be gone.
+        with suppress(ConnectionError):
+            self._send(status, answer)
+
+    def _answered(self, routes: _Routes) -> tuple[HTTPStatus, Any]:
         address = urlsplit(self.path)
         asked = {name: values[-1] for name, values in parse_qs(address.query).items()}
-        try:
-            if not self._is_from_here():
-                self._send(HTTPStatus.FORBIDDEN, {"error": "this server answers its own page only"})
-            elif address.path not in routes:
-                self._send(HTTPStatus.NOT_FOUND, {"error": f"{address.path[:100]}: there is no such thing here"})
-            else:
-                self._send(HTTPStatus.OK, routes[address.path](asked, self._body()))
-        except (ShardwiseError, ValueError) as error:
-            self._send(HTTPStatus.BAD_REQUEST, {"error": str(error)})
+        if not self._is_from_here():
+            return HTTPStatus.FORBIDDEN, {"error": "this server answers its own page only"}
+        if address.path not in routes:
+            return HTTPStatus.NOT_FOUND, {"error": f"{address.path[:100]}: there is no such thing here"}
+        return HTTPStatus.OK, routes[address.path](asked, self._body())
 
     def _is_from_here(self) -> bool:
         """Return whether the request is from our own page: another site could reach this server under its own name."""

@@ -3,7 +3,9 @@
 import http.client
 import json
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.interchange.targets import TARGETS
 from shardwise.models.catalogue import CATALOGUE
 from shardwise.plan import Plan
+from shardwise.report.planner_page import trace_apart
 from shardwise.report.planner_page.planner_server import HOST, PlannerService, planner_server
 
 TINY = {
@@ -74,7 +77,13 @@ def test_server_gives_the_page_and_models_of_the_catalogue(port: int) -> None:
         ("/trace", b'{"hidden_size": 8}', "it has no model_type"),
         ("/trace", b'{"model_type": "nothing-of-that-name"}', "nothing-of-that-name"),
         ("/export?to=torchrun&gpus=8", b"strategy = 3", "strategy = 3"),
-        ("/export?to=torchrun&gpus=x", b'strategy = "ddp"', "invalid literal"),
+        ("/trace", b"[" * 100_000, "the file is not JSON, or is nested too deeply"),
+        ("/trace", b'{"model_type": "llama", "num_hidden_layers": Infinity}', "the file is not JSON"),
+        ("/export?to=torchrun&gpus=8", b"a = " + b"[" * 100_000, "the plan is not TOML, or is nested too deeply"),
+        ("/export?to=torchrun&gpus=x", b'strategy = "ddp"', "gpus = x: must be one of 1, 2, 3, 4"),
+        ("/export?to=torchrun&gpus=-1", b'strategy = "ddp"', "gpus = -1: must be one of 1, 2, 3, 4"),
+        ("/export?to=torchrun&gpus=" + "9" * 5000, b'strategy = "ddp"', f"gpus = {'9' * 20}: must be one of"),
+        ("/export?to=torchrun", b'strategy = "ddp"', "gpus = : must be one of"),
     ],
 )
 def test_mistake_is_answered_in_one_line(port: int, path: str, body: bytes | None, said: str) -> None:
@@ -117,6 +126,35 @@ def test_dropped_config_is_traced(port: int) -> None:
     assert (model["name"], model["seq"], model["longest"]) == ("llama (config 1)", 128, None)
     assert model["num_units"] == 3
     assert set(model["ways"]) == {"none", "selective", "full"}
+
+
+@pytest.mark.parametrize(
+    ("layers", "said"), [('"x"', "this config.json cannot be made"), ("1e999", "this config.json cannot be made")]
+)
+def test_values_that_make_no_model_are_answered_in_one_line(port: int, layers: str, said: str) -> None:
+    pytest.importorskip("transformers")
+    text = json.dumps(TINY).replace('"num_hidden_layers": 2', f'"num_hidden_layers": {layers}')
+    status, answer = ask(port, "/trace", text.encode())
+    assert status == 400
+    line = json.loads(answer)["error"]
+    assert said in line
+    assert "\n" not in line
+
+
+def test_a_huge_model_holds_up_no_other_request(port: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its process is limited in time; two are made at once."""
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(trace_apart, "_MOST_SECONDS", 5.0)
+    huge = json.dumps(TINY | {"num_hidden_layers": 10**8}).encode()
+    with ThreadPoolExecutor(2) as threads:
+        huge_ones = [threads.submit(ask, port, "/trace", huge) for _ in range(2)]
+        time.sleep(1.0)
+        assert ask(port, "/model?name=gpt-tiny")[0] == 200
+        assert "2 models are being traced" in ask(port, "/trace", huge)[1]
+        assert not any(one.done() for one in huge_ones)
+    for one in huge_ones:
+        status, text = one.result()
+        assert (status, json.loads(text)["error"]) == (400, "tracing this model takes longer than 5 s")
 
 
 def test_plan_of_the_page_is_exported(port: int, tmp_path: Path) -> None:
