@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
@@ -201,3 +203,21 @@ def test_one_process_that_was_to_run_fsdp_stops_with_one_line_and_exit_code_2() 
     assert len(done.stderr.splitlines()) == len(lines_of(done)) == 1
     assert "asks for distributed_type FSDP, Accelerate runs NO: start it with accelerate launch" in done.stderr
     assert "--config_file accelerate/config_fsdp.yaml" in done.stderr
+
+
+def test_a_peak_on_a_cpu_without_enough_warm_up_steps_says_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    train = runpy.run_path(str(ROOT / TRAIN), run_name="train")
+    with train["Memory"](torch.device("cpu"), warmup_steps=2) as memory:
+        memory.end_step(2)
+    rank = {"rank": 0, "device": "cpu", "peak_allocated_bytes": max(memory.peak_bytes.values(), default=None)}
+    train["report"]({"samples_per_s": None, "ranks": [rank]}, json_file=None)
+    assert capsys.readouterr().out == "peak of rank 0: not measured: needs --warmup-steps 3\n"
+
+
+def test_memory_on_a_cpu_is_the_peak_of_the_first_two_steps() -> None:
+    with runpy.run_path(str(ROOT / TRAIN), run_name="train")["Memory"](torch.device("cpu"), warmup_steps=3) as memory:
+        for step, num_bytes in enumerate((1000, 3000, 9000), start=1):
+            _ = torch.empty(num_bytes, dtype=torch.uint8)
+            del _
+            memory.end_step(step)
+    assert memory.peak_bytes == {"recorded": 3000}
