@@ -237,6 +237,7 @@ def refusals(rank: int) -> list[tuple[type[ShardwiseError], str]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.ones(2)).sum().backward()
     optimizer.step()
+    optimizer.zero_grad()
     attempt(model, optimizer, plan)
     attempt(nn.Linear(2, 2), torch.optim.SGD(nn.Linear(3, 3).parameters()), plan)
     attempt(prepare(nn.Linear(2, 2), None, plan)[0], None, plan)

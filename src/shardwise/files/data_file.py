@@ -64,7 +64,7 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_yaml(path: str | os.PathLike[str]) -> Any:
-    """Return the value in a YAML file, whose numbers must be finite."""
+    """Return the value in a YAML file. Its numbers may be inf or nan: whoever reads a setting says whether it may."""
     return _parse_yaml(read_text(path))
 
 
@@ -121,7 +121,7 @@ def _parse_yaml(text: str) -> Any:
             found = loader.construct_document(node)
         finally:
             loader.dispose()
-        check_values(found, finite=True, most_values=_MOST_YAML_VALUES)
+        check_values(found, finite=False, most_values=_MOST_YAML_VALUES)
     except (ValueError, yaml.YAMLError, RecursionError) as error:
         raise UnreadableFile(f"is not YAML ({_why(error)})") from error
     return found

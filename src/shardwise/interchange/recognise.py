@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,9 @@ def _as_run(setup: ForeignSetup) -> Plan:
 
 
 def _table(path: Path) -> Table:
-    read: Callable[[Path], Any] = {".toml": read_toml, ".json": read_json}.get(path.suffix, read_yaml)
+    # Settings names the key of a number that is not finite.
+    readers: dict[str, Callable[[Path], Any]] = {".toml": read_toml, ".json": partial(read_json, finite=False)}
+    read = readers.get(path.suffix, read_yaml)
     try:
         data = read(path)
     except ShardwiseError as error:

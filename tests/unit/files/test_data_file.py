@@ -57,12 +57,11 @@ def test_numbers_of_json_are_finite_unless_a_reader_says_otherwise(tmp_path: Pat
     assert len(read_json(path, finite=False)["a"]) == 2
 
 
-def test_numbers_of_yaml_are_finite_and_short(tmp_path: Path) -> None:
+def test_numbers_of_yaml_are_short(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
-    for text, line in (("a: .inf", "must be finite"), ("a: " + "1:" * 10**6 + "1", "more than 400 digits")):
-        path.write_text(text)
-        with pytest.raises(UnreadableFile, match=line):
-            read_yaml(path)
+    path.write_text("a: " + "1:" * 10**6 + "1")
+    with pytest.raises(UnreadableFile, match="more than 400 digits"):
+        read_yaml(path)
 
 
 def test_merged_tables_of_yaml_are_counted_before_they_are_merged(tmp_path: Path) -> None:
@@ -99,6 +98,7 @@ OWN_READERS = {
     "data/images.py": "images, whose number of pixels it checks",
     "data/text.py": "text of any length, piece by piece, from files that open_to_read has opened",
     "data/tokens.py": "tokens of any number, mapped into memory",
+    "files/held_folder.py": "opens a folder, to hold it",
     "hardware/device_file.py": "its own text",
     "hardware/host_here.py": "/proc/cpuinfo",
     "hardware/host_memory.py": "files of the kernel",
@@ -109,7 +109,7 @@ OWN_READERS = {
     "recovery/generation.py": "data of snapshots, mapped into memory",
     "recovery/memory_folder.py": "a folder that this user alone can write",
     "report/page/html_document.py": "texts of this package",
-    "report/planner_page/planner_server.py": "requests, of a limited size",
+    "report/planner_page/trace_apart.py": "output of its own process",
     "trace/ship_architectures.py": "its own text",
     "train/memory_advice.py": "standard input, from the training",
     "vocabulary/lazy_names.py": "source code of this package",

@@ -2,7 +2,6 @@
 
 import json
 import threading
-import tomllib
 from collections.abc import Callable
 from contextlib import suppress
 from http import HTTPStatus
@@ -11,6 +10,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from shardwise.errors import InvalidModel, InvalidPlan, ShardwiseError
+from shardwise.files.data_file import UnreadableFile, parse_json, parse_toml
 from shardwise.models.catalogue import CATALOGUE
 from shardwise.plan import Plan
 from shardwise.report.planner_page.model_laws import model_data
@@ -65,9 +65,9 @@ class PlannerService:
     def trace(self, config: bytes) -> dict[str, Any]:
         """Trace the model of a Hugging Face config.json, and return its data."""
         try:
-            given = json.loads(config, parse_constant=_no_number)
-        except (ValueError, RecursionError) as error:
-            raise InvalidModel("the file is not JSON, or is nested too deeply") from error
+            given = parse_json(config)
+        except UnreadableFile as error:
+            raise InvalidModel(f"the file {error}") from error
         if not isinstance(given, dict) or "model_type" not in given:
             raise InvalidModel("the file is not a Hugging Face config.json: it has no model_type")
         lengths = [given[key] for key in _POSITIONS if isinstance(given.get(key), int)]
@@ -87,17 +87,15 @@ class PlannerService:
     def export(self, plan: bytes, asked: dict[str, str]) -> dict[str, Any]:
         """Return the files of a plan, given as TOML, for the target in `asked`."""
         try:
-            table = tomllib.loads(plan.decode())
-        except (ValueError, RecursionError) as error:
-            raise InvalidPlan("the plan is not TOML, or is nested too deeply") from error
+            table = parse_toml(plan.decode())
+        except UnicodeDecodeError as error:
+            raise InvalidPlan(f"the plan is not text in UTF-8 (byte {error.start})") from error
+        except UnreadableFile as error:
+            raise InvalidPlan(f"the plan {error}") from error
         counts = {str(count): count for count in DEVICE_COUNTS}
         if (gpus := asked.get("gpus", "")) not in counts:
             raise InvalidPlan(f"gpus = {gpus[:20]}: must be one of {', '.join(counts)}")
         return self._exports(Plan.from_dict(table), counts[gpus], asked.get("to", ""))
-
-
-def _no_number(word: str) -> float:
-    raise ValueError(f"{word} is no number of JSON")
 
 
 _Routes = dict[str, Callable[[dict[str, str], bytes], Any]]
