@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 from typer.testing import CliRunner
 
 from shardwise.cli.app import app
@@ -172,6 +173,8 @@ def test_every_kernel_can_be_timed(probe: Probe) -> None:
 @pytest.mark.parametrize("role", ["forward", "input", "weight", "forward rowwise", "input rowwise", "weight rowwise"])
 def test_a_probe_in_fp8_multiplies_its_operands(role: str) -> None:
     """Also with a scale for each row: torch's own emulation on a CPU wants the shapes and strides that a GPU wants."""
+    if role.endswith("rowwise") and torch.__version__ < TorchVersion("2.13"):
+        pytest.skip("torch 2.11 emulates products with one scale per tensor only")
     kernel = kernel_of(Probe(name="matmul", dtype="fp8", dims=(64, 128, 32), role=role), device=torch.device("cpu"))
     found, expected = kernel.function(*kernel.inputs).float(), kernel.inputs[0].float() @ kernel.inputs[1].float()
     assert (found - expected).norm() <= 4e-3 * expected.norm()
