@@ -24,7 +24,9 @@ def main() -> None:
     cases += [("two_forwards", PLANS["recompute"])]
     found = {}
     for loop, options in cases:
-        model_options = {"dropout": 0.0 if options.get("recompute") == "selective" else 0.1}
+        # During a recording, tiles cannot read the random state that their backward would restore.
+        draws = options.get("recompute") != "selective" and "tile" not in options
+        model_options = {"dropout": 0.1 if draws else 0.0}
         without = run(RANK, loop, {**options, "capture": "off"}, model_options)
         graphed = run(RANK, loop, options, model_options)
         found[f"{loop} {options}"] = [difference(without, graphed), *graphed[2]]

@@ -24,6 +24,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.files.atomic import atomic_write
 from shardwise.files.data_file import UnreadableFile, read_json
 from shardwise.files.regular_file import open_to_append
+from shardwise.vocabulary.process_output import own_lines
 
 # A rank that has failed exits within this time, whatever its threads and destructors wait for.
 LAST_WORDS_SECONDS = 3.0
@@ -172,7 +173,7 @@ def reported(path: Path) -> Failure | None:
 def ended(code: int, *, rank: int, log: str, noticed_by: int | None = None) -> Failure:
     """Describe the failure of a rank that ended without a report. `code` < 0: killed by that signal."""
     by_signal = code < 0
-    lines = log.splitlines()[-_NUM_LINES:]
+    lines = own_lines(log)[-_NUM_LINES:]
     how = f"was killed by {_name(-code)}" if by_signal else f"ended with exit code {code}"
     if code == 0:
         how += " while other ranks were still running"

@@ -17,6 +17,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.files.data_file import read_json
 from shardwise.plan import Plan
 from shardwise.profile.memory_ledger import MemoryLedger
+from shardwise.vocabulary.process_output import own_lines
 
 
 class RehearsalFailed(ShardwiseError):  # noqa: N818
@@ -93,15 +94,13 @@ def rehearse_apart(rehearsal: Rehearsal) -> Measured:
         ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
         if ended.returncode != 0 or not found.exists():
             raise _failure(rehearsal, code=ended.returncode, output=ended.stdout)
-        # torch's profiler prints these lines, and has no option against it.
-        lines = ended.stdout.splitlines(keepends=True)
-        sys.stderr.writelines(line for line in lines if not line.startswith("USDT:"))
+        sys.stderr.writelines(f"{line}\n" for line in own_lines(ended.stdout))
         return Measured.from_data(read_json(found, most_bytes=2**30, finite=False))
 
 
 def _failure(rehearsal: Rehearsal, *, code: int, output: str) -> RehearsalFailed:
     """Describe the failure in one line; the full output is a note, shown with --debug."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    lines = [line.strip() for line in own_lines(output) if line.strip()]
     why = lines[-1] if lines else f"exit code {code}"
     if code < 0:
         why = f"killed by signal {-code}" + (", perhaps for lack of memory" if code == -9 else "")

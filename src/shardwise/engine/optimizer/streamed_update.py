@@ -242,13 +242,17 @@ class StreamedUpdate:
             size = piece.stop - piece.start
             piece.there = there = parameter_like(parameter, here[piece.start - first : piece.stop - first])
             there.grad = piece.grad[offset : offset + size]
-            stand_in.param_groups[number_of[id(parameter)]]["params"].append(there)
+            group = stand_in.param_groups[number_of[id(parameter)]]
+            group["params"].append(there)
+            counts_there = group.get("fused") or group.get("capturable")
             for key, value in optimizer.state.get(parameter, {}).items():
                 if not isinstance(value, Tensor):
                     stand_in.state[there][key] = value
                 elif value.shape != parameter.shape:
-                    # The optimizer counts up the number of the last piece; earlier ones count for themselves.
-                    stand_in.state[there][key] = value if piece.is_last else value.clone()
+                    # The optimizer counts up the number of the last piece; earlier ones count for themselves. Loading
+                    # leaves it in host memory, where the parameter is.
+                    number = value if piece.is_last else value.clone()
+                    stand_in.state[there][key] = number.to(self._device) if counts_there else number
                 else:
                     room = self._room(slot, key, here.numel(), dtype=value.dtype)[
                         piece.start - first : piece.stop - first
