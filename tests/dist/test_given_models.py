@@ -10,12 +10,14 @@ import pytest
 import torch
 from cases import Batch, adamw
 from ranks import run_ranks
+from simulated_graphs import simulated
 from torch import Tensor, nn
 from training import Case, assert_equal, line, on_ranks, one_process
 from whole import strategies
 
 import shardwise
 from shardwise import Plan
+from shardwise.engine.engine import engine_of
 
 ALL = ("ddp", "zero1", "zero2", "shard_grad_op", "fsdp")
 WIDTH = 4
@@ -335,6 +337,38 @@ def compiled(how: str) -> nn.Module:
 
 
 WAYS = ("script", "trace", "scripted blocks", "traced blocks", "a scripted layer", "with batch norm")
+
+
+def trained_with_graphs(rank: int, make: Callable[[], nn.Module], strategy: str) -> tuple[int, int]:
+    """Units as simulated CUDA graphs have the bits of units without; how many calls there were, and how many replays."""
+
+    def run() -> tuple[dict[str, Tensor], tuple[int, int]]:
+        torch.manual_seed(0)
+        model = make()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        shardwise.prepare(model, optimizer, Plan(strategy=strategy, units="leaf"), watch_seconds=0.0)
+        for step in range(10):
+            loss_of(model, batch(step, rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        graphs = engine_of(model).graphs
+        counts = (graphs.num_calls, graphs.num_replayed) if graphs is not None else (0, 0)
+        return shardwise.full_state_dict(model)["model"], counts
+
+    without, _ = run()
+    with simulated():
+        graphed, counts = run()
+    assert all(torch.equal(value, graphed[name]) for name, value in without.items())
+    return counts
+
+
+@pytest.mark.parametrize("how", ["class", "scripted blocks", "traced blocks", "a scripted layer", "script", "trace"])
+@pytest.mark.parametrize("strategy", strategies("ddp", "fsdp"))
+def test_classes_of_parameters_and_scripted_modules_train_where_units_are_graphs(strategy: str, how: str) -> None:
+    make = marked if how == "class" else partial(compiled, how)
+    for num_calls, num_replayed in run_ranks(trained_with_graphs, num_ranks=2, args=(make, strategy)):
+        # What is scripted stays an ordinary unit; in a scripted model nothing else is left.
+        assert how in ("script", "trace") or num_replayed > num_calls / 10, (num_calls, num_replayed)
 
 
 @pytest.mark.ledger("scripted", outcome="right")

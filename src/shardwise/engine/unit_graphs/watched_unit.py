@@ -25,6 +25,7 @@ from shardwise.engine.graphs.reads import noting_reads
 from shardwise.engine.graphs.torch_modes import torch_modes
 from shardwise.engine.unit_graphs.graph_device import GraphDevice
 from shardwise.torch_internals import torch_private
+from shardwise.units.scripted import is_scripted
 
 _HOOKED = "it has a hook, which a replay would not call"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -74,7 +75,8 @@ class WatchedUnit:
     def find_state(self) -> None:
         """Find the parameters and the Python state again."""
         self._state = PythonState(self.module)
-        modules = self._modules = list(self.module.modules())
+        # What a module of torch.jit holds is not Python's; a unit with one in it never becomes a graph.
+        modules = self._modules = [module for module in self.module.modules() if not is_scripted(module)]
         self._hooks = [getattr(module, name) for module in modules for name in _HOOKS]
         own = [(module.__dict__, module._parameters, module._buffers, module._modules) for module in modules]
         # In which everything that a module holds by name is found, also what is added.
@@ -86,6 +88,8 @@ class WatchedUnit:
         self.params: list[nn.Parameter] = list(dict.fromkeys(held))
 
     def _why_never(self) -> str:
+        if any(map(is_scripted, self.module.modules())):
+            return "a module of torch.jit is in it"
         own = {id(module) for module in self.module.modules()}
         if any(other is not self.unit and id(other.module) in own for other in self._units):
             return "it contains other units"
