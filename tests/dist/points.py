@@ -86,6 +86,11 @@ def exit_code() -> None:
     sys.exit(7)
 
 
+def sticks_after_exit() -> None:
+    sys.modules["sticky"] = Sticky()
+    exit_code()
+
+
 def exits_with_0() -> None:
     print("gone early", file=sys.stderr)
     os._exit(0)
@@ -184,6 +189,7 @@ POINTS: dict[str, Callable[[], None]] = {
     "no_memory": no_memory,
     "exit_code": exit_code,
     "exit_at_once": exit_at_once,
+    "sticks_after_exit": sticks_after_exit,
     "exits_with_0": exits_with_0,
     "not_an_exception": not_an_exception,
     "sigkill": killed_by(signal.SIGKILL),

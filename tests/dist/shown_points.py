@@ -34,6 +34,7 @@ SHOWN = {
     "too_deep": Shown(line="RecursionError: maximum recursion depth exceeded"),
     "no_memory": Shown(line="MemoryError: broken on purpose"),
     "exit_code": Shown(line="the process ended with exit code 7", below="broken on purpose"),
+    "sticks_after_exit": Shown(line="the process ended with exit code 7", below="broken on purpose"),
     "exits_with_0": Shown(line="the process ended with exit code 0 while other ranks were still", below="gone early"),
     "exit_at_once": Shown(line="the process ended with exit code 5", below="broken on purpose"),
     "not_an_exception": Shown(line="the process ended with exit code 1", below="CancelledError: broken on purpose"),

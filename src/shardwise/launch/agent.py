@@ -23,7 +23,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from shardwise.autopsy.own_record import clear_records, path_of
-from shardwise.launch.failure import LAST_WORDS_SECONDS, Failure, ended, first, reported
+from shardwise.launch.failure import LAST_WORDS_SECONDS, Failure, announced, ended, first, reported
 from shardwise.launch.one_machine import OneMachine
 from shardwise.launch.rank_files import RankEnvironments, RankFiles, num_threads
 from shardwise.launch.stop_signals import STOP_SIGNALS
@@ -35,8 +35,8 @@ _MONITOR_SECONDS = 0.05
 # its interpreter may be ending, on a machine with other work. Ranks that were killed are known at once.
 _CAUSE_SECONDS = 15.0
 # How long ranks that lose a peer have to write a record before the job ends. They notice when the failed rank's process
-# exits, which may take all of its last words.
-_RECORD_SECONDS = LAST_WORDS_SECONDS + 1.0
+# exits, which may take all of its last words; on a machine with other work, writing takes seconds too.
+_RECORD_SECONDS = LAST_WORDS_SECONDS + 5.0
 # A killed process ends within milliseconds, unless the kernel blocks it (a hung disk or driver).
 _KILL_SECONDS = 5.0
 
@@ -176,13 +176,14 @@ class Agent(LocalElasticAgent):
             for rank in self._pids.keys() - reports.keys():
                 if (failure := reported(self._files.report(restarts=self.restarts, rank=rank))) is not None:
                     reports[rank] = failure
-            silent = {rank: code for rank, code in sorted(exits.items()) if rank not in reports}
-            failures = [*reports.values(), *(self._ended(rank, reports) for rank, code in silent.items() if code)]
+            codes = self._announced() | exits
+            silent = {rank: code for rank, code in sorted(codes.items()) if rank not in reports}
+            failures = [*reports.values(), *(self._ended(rank, code, reports) for rank, code in silent.items() if code)]
             if not failures:
                 return None
             cause = first(failures)
             left = [rank for rank, code in silent.items() if code == 0]
-            running = self._pids.keys() - exits.keys() - reports.keys()
+            running = self._pids.keys() - codes.keys() - reports.keys()
             is_known, patience_seconds = cause.rank in exits, LAST_WORDS_SECONDS
             if cause.echo and self.stopped_by is None:
                 is_known = cause.peer in left
@@ -197,16 +198,16 @@ class Agent(LocalElasticAgent):
         if not cause.echo or self.stopped_by is not None:
             return cause
         if left and (cause.peer is None or cause.peer in left):
-            return self._ended(left[0] if cause.peer is None else cause.peer, reports)
+            return self._ended(left[0] if cause.peer is None else cause.peer, 0, reports)
         if cause.peer in running:
             return replace(cause, what=f"{cause.what}; rank {cause.peer} is still running and has reported nothing")
         return cause
 
-    def _ended(self, rank: int, reports: dict[int, Failure]) -> Failure:
+    def _ended(self, rank: int, code: int, reports: dict[int, Failure]) -> Failure:
         """Describe how a rank without a report has ended, and which rank noticed first."""
         echoes = [failure for failure in reports.values() if failure.echo]
         return ended(
-            self._exits()[rank],
+            code,
             rank=rank,
             log=self._files.written(restarts=self.restarts, rank=rank),
             noticed_by=first(echoes).rank if echoes else None,
@@ -227,6 +228,11 @@ class Agent(LocalElasticAgent):
             if all(rank in exits or path.exists() for rank, path in records.items()):
                 return
             time.sleep(_MONITOR_SECONDS)
+
+    def _announced(self) -> dict[int, int]:
+        """Return the exit codes of ranks that are ending, where they are not 0."""
+        paths = {rank: self._files.report(restarts=self.restarts, rank=rank) for rank in self._pids}
+        return {rank: code for rank, path in paths.items() if (code := announced(path)) is not None}
 
     def _exits(self) -> dict[int, int]:
         """Return the exit codes of the ranks that have ended, without reaping them: the agent does that."""

@@ -142,6 +142,14 @@ def report(error: BaseException, *, rank: int) -> None:
     faulthandler.dump_traceback_later(LAST_WORDS_SECONDS, exit=True)
 
 
+def announce_exit(code: int) -> None:
+    """Note the exit code that this rank ends with: peers notice at once, but an interpreter may take long to end."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        with atomic_write(_code_path(path)) as file:
+            file.write(str(code).encode())
+
+
 @contextmanager
 def stalls_reported() -> Iterator[None]:
     """In this block, have the watchdog (comm/watch.py) report the rank that stopped before it ends this process."""
@@ -162,12 +170,28 @@ def write_to_log(*descriptors: int) -> None:
 
 def reported(path: Path) -> Failure | None:
     """Read the failure that a rank has written to `path`, if any."""
+    found = _read(path)
+    return None if found is None else Failure(**found["shardwise"])
+
+
+def announced(path: Path) -> int | None:
+    """Return the exit code that a rank whose report is at `path` has announced, if any."""
+    found = _read(_code_path(path))
+    return None if found is None else int(found)
+
+
+def _read(path: str | Path) -> Any:
+    """Return the value in a JSON file of a rank; None if there is no such file."""
     try:
-        return Failure(**read_json(path, most_bytes=2**26, finite=False)["shardwise"])
+        return read_json(path, most_bytes=2**26, finite=False)
     except UnreadableFile as error:
         if error.is_missing:
             return None
         raise
+
+
+def _code_path(report: str | Path) -> str:
+    return f"{report}.code"
 
 
 def ended(code: int, *, rank: int, log: str, noticed_by: int | None = None) -> Failure:

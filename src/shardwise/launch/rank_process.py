@@ -16,7 +16,7 @@ import sys
 
 from shardwise.comm.job_environment import start_of
 from shardwise.errors import ShardwiseError
-from shardwise.launch.failure import report, stalls_reported, write_to_log
+from shardwise.launch.failure import announce_exit, report, stalls_reported, write_to_log
 from shardwise.launch.stop_signals import STOP_SIGNALS
 
 # The variable that holds the launcher's process id.
@@ -44,9 +44,16 @@ def main() -> None:
         # The command line has turned a user's mistake into an exit code.
         if isinstance(end.__context__, ShardwiseError):
             report(end.__context__, rank=rank)
+        elif end.code not in (None, 0):
+            announce_exit(end.code if isinstance(end.code, int) else 1)
         raise
     except Exception as error:
         report(error, rank=rank)
+        raise
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        announce_exit(1)
         raise
     finally:
         # Saves the interpreter's last garbage collection, a second in which other ranks wait.
