@@ -1,4 +1,4 @@
-"""The versions of torch that the whole test suite was run on, and those of the libraries that our integrations extend.
+"""The versions of torch that the test suite was run on, and those of the libraries that our integrations extend.
 
 The engine uses private names of torch (torch_internals/), and the integrations override methods of the libraries,
 some of them private: another version may have changed them. Newer ones are not refused; a warning names them.
@@ -8,8 +8,10 @@ import warnings
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
-# From the oldest that Shardwise supports to the newest, each on all of tests/. README.md and pyproject.toml repeat it;
-# tests/unit/test_package.py compares them.
+# From the oldest that Shardwise supports to the newest. All of tests/ passes on 2.13.0. On 2.14.1 and 2.15.0 it was run
+# before the last mends, and what failed was run again in part. On 2.11.0 it was run in parts; one test fails there
+# (spec/test_architecture.py: a stored law of a tied Llama has other operations than its trace). README.md and
+# pyproject.toml repeat the list; tests/unit/test_package.py compares them.
 TESTED_TORCH = ("2.11.0", "2.13.0", "2.14.1", "2.15.0")
 
 # Library → the first tested version, and the first untested one after it.
