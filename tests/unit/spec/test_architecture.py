@@ -2,17 +2,21 @@
 
 import json
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.torch_version import TorchVersion
 from whole import whole
 
 from shardwise.plan import Plan
 from shardwise.sources import Source
-from shardwise.spec import ModelSpec, architecture
+from shardwise.spec import ROOT, ModelSpec, architecture
 from shardwise.spec.architecture import FOLDER, architecture_of, value_of
 from shardwise.spec.law import Law
+from shardwise.spec.step import Act, StepTrace, StorageEvent
 
 # None of these is among the sizes that the laws were fitted to.
 SIZES = {
@@ -91,6 +95,34 @@ def at_length(spec: ModelSpec, seq: int) -> ModelSpec:
     )
 
 
+def of_this_torch(spec: ModelSpec) -> ModelSpec:
+    """Return the spec as a trace under the installed torch gives it; the laws were traced under a later one than 2.11.
+
+    A unit's checkpoint holds its inputs until its backward ends. torch 2.11 saves them in a node of autograd, which
+    releases the first one first; since 2.12 they are in a list, of which Python releases the last one first. What the
+    root allocated for all units therefore dies in the opposite order.
+    """
+    if torch.__version__ >= TorchVersion("2.12"):
+        return spec
+
+    def is_of_root(event: StorageEvent) -> bool:
+        return event.act is Act.DIED and event.owner == ROOT
+
+    def reversed_releases(events: tuple[StorageEvent, ...]) -> tuple[StorageEvent, ...]:
+        runs = [(of_root, list(run)) for of_root, run in groupby(events, key=is_of_root)]
+        return tuple(event for of_root, run in runs for event in (reversed(run) if of_root else run))
+
+    def recomputed(trace: StepTrace) -> StepTrace:
+        rows = (
+            replace(row, stream=replace(row.stream, events=reversed_releases(row.stream.events))) for row in trace.rows
+        )
+        return replace(trace, rows=tuple(rows))
+
+    return replace(
+        spec, traces=tuple(recomputed(trace) if trace.recompute == "full" else trace for trace in spec.traces)
+    )
+
+
 @pytest.mark.parametrize("name", [*USUAL, *whole(*(name for name in STORED if name not in USUAL))])
 def test_the_laws_give_the_spec_that_a_trace_gives(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -103,7 +135,7 @@ def test_the_laws_give_the_spec_that_a_trace_gives(name: str, tmp_path: Path, mo
     by_laws = Source(f"hf:{folder}", seq=SEQ).spec_for(plan)
     monkeypatch.setattr("shardwise.sources.architecture_of", lambda folder, *, seq: None)
     traced = Source(f"hf:{folder}", seq=SEQ).spec_for(plan)
-    assert at_length(by_laws, SEQ) == at_length(traced, SEQ)
+    assert at_length(of_this_torch(by_laws), SEQ) == at_length(traced, SEQ)
 
 
 def test_a_known_architecture_is_not_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
