@@ -1,7 +1,8 @@
 """The process groups of a mesh.
 
-Gathers and reduces use separate groups over the same ranks. A group's collectives run in the order in which they were
-issued, so in a shared group a gather that is needed now would wait behind a reduce that is not.
+Gathers have a group of their own. A group's collectives run in the order in which they were issued, so in a shared
+group a gather that is needed now would wait behind a reduce that is not. Nothing waits like that for the other
+collectives: those over all ranks use the job's own group, and on a GPU save a communicator's memory each.
 """
 
 from collections.abc import Sequence
@@ -36,7 +37,7 @@ class MeshGroups:
     """The groups of one rank of a mesh.
 
     gather        over the shard axis, for parameters
-    reduce        over the shard axis, for gradients that are sharded
+    reduce        over the shard axis, for gradients that are sharded; `reduce_world` where that is all ranks
     replicate     over the replicate axis, for slices of gradients
     reduce_world  over all ranks, for gradients that are replicated, and for broadcasts
     """
@@ -48,12 +49,9 @@ class MeshGroups:
     reduce_world: Group
 
     def by_name(self) -> dict[str, Group]:
-        return {
-            "gather": self.gather,
-            "reduce": self.reduce,
-            "replicate": self.replicate,
-            "world": self.reduce_world,
-        }
+        """Return the groups that differ."""
+        reduce = {} if self.reduce is self.reduce_world else {"reduce": self.reduce}
+        return {"gather": self.gather, **reduce, "replicate": self.replicate, "world": self.reduce_world}
 
 
 _MADE: dict[Mesh, MeshGroups] = {}
@@ -62,8 +60,7 @@ _MADE: dict[Mesh, MeshGroups] = {}
 def mesh_groups(mesh: Mesh) -> MeshGroups:
     """Return the groups of a mesh. Collective: every rank of the job calls it, at the same point of its program.
 
-    They are made once and shared by all models on the mesh, since a group costs connections, and on a GPU hundreds of
-    megabytes. Their collectives have the time-out of the default group.
+    They are made once and shared by all models on the mesh, since a group costs connections, and on a GPU memory. Their collectives have the time-out of the default group.
     """
     if mesh not in _MADE or not _exist(_MADE[mesh]):
         _MADE[mesh] = _make_groups(mesh)
@@ -88,12 +85,14 @@ def _make_groups(mesh: Mesh) -> MeshGroups:
     mesh.check_ranks(num_ranks)
     shards = [mesh.shard_group(first) for first in range(0, num_ranks, mesh.shard)]
     replicas = [mesh.replicate_group(first) for first in range(mesh.shard)]
+    assert dist.group.WORLD is not None
+    world = Group(handle=dist.group.WORLD, ranks=tuple(range(num_ranks)), index=dist.get_rank())
     return MeshGroups(
         mesh=mesh,
         gather=_own_group(shards),
-        reduce=_own_group(shards),
+        reduce=world if mesh.replicate == 1 else _own_group(shards),
         replicate=_own_group(replicas),
-        reduce_world=_own_group([tuple(range(num_ranks))]),
+        reduce_world=world,
     )
 
 

@@ -17,7 +17,9 @@ def last_issued(engine: Engine) -> LastIssued:
     program: dict[str, list[str]] = {}
     for operation in core.program.operations():
         group = _GROUPS.get(operation.kind, "")
-        if operation.kind is Kind.REDUCE and not core.buckets[operation.subject].sharded:
+        if operation.kind is Kind.REDUCE and (
+            engine.groups.reduce is engine.groups.reduce_world or not core.buckets[operation.subject].sharded
+        ):
             group = "world"
         if group:
             program.setdefault(group, []).append(str(operation))

@@ -1,7 +1,9 @@
 """The policy by which a model is cut into units, as a value, and its spelling in a plan.
 
     auto                      the outermost repeated blocks of ModuleList and Sequential stacks; where that leaves
-                              most of the model at the root, the large layers of its stacks as well
+                              most of the model at the root, the large layers of its stacks as well; and large
+                              embeddings and heads that share their weights with no other module
+    blocks                    the same without embeddings and heads
     class:Block,Bottleneck    every module of these classes
     min-params:1000000        the smallest modules that hold at least so many parameters
     leaf                      every module that holds parameters of its own
@@ -22,13 +24,14 @@ class Cut(Enum):
     """The rule by which modules become units; the value is its spelling."""
 
     AUTO = "auto"
+    BLOCKS = "blocks"
     CLASSES = "class"
     MIN_PARAMS = "min-params"
     LEAVES = "leaf"
     NOTHING = "none"
 
 
-_SPELLINGS = "auto, class:NAME,…, min-params:N, leaf, none (each may be followed by + MODULE …)"
+_SPELLINGS = "auto, blocks, class:NAME,…, min-params:N, leaf, none (each may be followed by + MODULE …)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

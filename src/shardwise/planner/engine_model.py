@@ -32,7 +32,7 @@ class EngineModel:
                            not call, and, if parameters are sharded, a unit with early gradients waits for its turn
     grads_leave_at_once    each gradient is freed as soon as autograd has accumulated it
     autocasts              parameters stay in the optimizer's dtype, and autocast copies them
-    num_communicators      of a process; `gather_communicators` more if parameters are sharded
+    gathers_apart          gathers have a communicator of their own
     error_band             error band of memory predictions: the goal, until validation replaces it
     """
 
@@ -43,8 +43,7 @@ class EngineModel:
     keeps_program_order: bool = False
     grads_leave_at_once: bool = False
     autocasts: bool = False
-    num_communicators: int = 1
-    gather_communicators: int = 0
+    gathers_apart: bool = False
     error_band: float
 
 
@@ -55,9 +54,7 @@ _MODELS = (
         memory=OurMemory,
         overhead=OVERHEADS["shardwise"],
         keeps_program_order=True,
-        # The default group, and separate ones for the world's, gathers' and reduces' collectives.
-        num_communicators=3,
-        gather_communicators=1,
+        gathers_apart=True,
         error_band=0.03,
     ),
     EngineModel(

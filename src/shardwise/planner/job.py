@@ -13,7 +13,7 @@ from shardwise.planner.engine_model import EngineModel, engine_model_of
 from shardwise.planner.fold import Short, cut
 from shardwise.planner.memory.allocations import Ledger
 from shardwise.planner.memory.constants import MemoryRules
-from shardwise.planner.memory.events import memory_rows, saved_by_units, saved_of_root
+from shardwise.planner.memory.events import memory_rows, saved_of_root
 from shardwise.planner.memory.executors.ddp_memory import PlainMemory
 from shardwise.planner.memory.executors.setting import MemoryExecutor, MemorySetting
 from shardwise.planner.memory.replay import MemoryRow, Replayed, replay
@@ -25,9 +25,9 @@ from shardwise.planner.ways import fp8_way, memory_way
 from shardwise.planner.whole_matrices import WholeMatrices, update_bytes, whole_matrices
 from shardwise.program import StepProgram, build, build_first_step
 from shardwise.program.chunks import CHUNK_ELEMENTS, NUM_SLOTS
-from shardwise.spec import ModelSpec
+from shardwise.spec import ROOT, ModelSpec
 from shardwise.spec.law import Line
-from shardwise.spec.step import Op, StepRow, StepTrace, Stream
+from shardwise.spec.step import BEFORE_FORWARD, Op, StepRow, StepTrace, Stream
 from shardwise.vocabulary.categories import CATEGORIES
 from shardwise.vocabulary.dtypes import BYTES_PER_ELEMENT, PRECISIONS
 
@@ -88,17 +88,24 @@ class Job:
         return self._ledger(self.first_rows) if self.in_order else self.ledger
 
     def _ledger(self, rows: Iterable[MemoryRow]) -> Ledger:
-        leaves_at_once, graphs = self.engine.grads_leave_at_once, self.plan.captures_units
+        graphs = self.graph_units
         ledger = Ledger(
             seq=self.spec.seq,
-            grads_leave_at_once=leaves_at_once,
-            has_unit_graphs=graphs,
-            num_units=len(self.short.spec.units) - 1,
+            grads_leave_at_once=self.engine.grads_leave_at_once,
+            graph_units=graphs,
             # Otherwise they outlive a pass, whose graphs would overwrite them.
-            gradients_in_graphs=graphs and self.plan.accumulate == 1,
+            gradients_in_graphs=bool(graphs) and self.plan.accumulate == 1,
         )
         ledger.write(rows)
         return ledger
+
+    @cached_property
+    def graph_units(self) -> frozenset[str]:
+        """The units that are CUDA graphs."""
+        if not self.plan.captures_units:
+            return frozenset()
+        units = (unit for unit in self.short.spec.units if unit.name != ROOT and not unit.from_root)
+        return frozenset(unit.name for unit in units if self.plan.may_capture(unit.name))
 
     @cached_property
     def engine(self) -> EngineModel:
@@ -211,6 +218,7 @@ class Job:
             plan=self.plan,
             weights=self.short.weights,
             rules=self.rules,
+            saved=self.saved_by_units,
         )
         return tuple(found)
 
@@ -240,9 +248,10 @@ class Job:
 
     @property
     def num_communicators(self) -> int:
-        """Communicators of a process: one more for a second axis of the mesh, none to gather from oneself."""
-        of_gathers = self.engine.gather_communicators if self.gathers and self.mesh.shard > 1 else 0
-        return self.engine.num_communicators + of_gathers + (self.mesh.replicate > 1)
+        """Communicators of a process (comm/groups.py): the job's, and, with two axes, one for each."""
+        of_gathers = self.engine.gathers_apart and self.gathers and self.mesh.shard > 1
+        of_axes = 2 if self.mesh.replicate > 1 and self.mesh.shard > 1 else 0
+        return 1 + of_gathers + of_axes
 
     @cached_property
     def streams(self) -> list[tuple[Key, Stream]]:
@@ -324,7 +333,7 @@ class Job:
     def host_line(self) -> Line:
         """Bytes in host memory on one rank: states, and activations that wait there for backward."""
         # The first step does not know yet with which unit backward begins; its memory is kept.
-        saved = self._saved_in_first_step
+        saved = self.saved_by_units
         const, per_sample = (sum(getattr(line, name) for line in saved.values()) for name in ("const", "per_sample"))
         shared = saved_of_root(self.memory_streams, seq=self.spec.seq) if saved else 0
         return Line(self.states_on_host + const + shared, per_sample)
@@ -334,14 +343,25 @@ class Job:
         return sum(self.weight(name) * states.host for name, states in self.states.items())
 
     @cached_property
-    def _saved_in_first_step(self) -> Mapping[str, Line]:
-        peaks = [(key, self._stream_peak(stream)) for key, stream in self.memory_streams]
-        return saved_by_units(peaks, plan=self.plan)
+    def saved_by_units(self) -> Mapping[str, Line]:
+        """What the forwards of units save in host memory in a first step, in their order.
+
+        Not what a layer that was taken out of the root saves, which the engine leaves where it is, as the root's.
+        """
+        if not self.plan.offload_activations:
+            return {}
+        on_host = {unit.name for unit in self.short.spec.units if not unit.from_root}
+        ends = {
+            unit: self._stream_peak(stream).end
+            for (trigger, unit, _), stream in self.memory_streams
+            if trigger == BEFORE_FORWARD and unit in on_host and self.plan.has_activations_on_host(unit)
+        }
+        return {unit: Line(end[0], end[1]) for unit, end in ends.items()}
 
     @property
     def saved_on_host(self) -> Mapping[str, Line]:
         """What units save in host memory, in the order of forward; the one with which backward begins keeps its own."""
-        return dict(list(self._saved_in_first_step.items())[:-1])
+        return dict(list(self.saved_by_units.items())[:-1])
 
     def buffers_at_rest(self) -> list[int]:
         """Return the sizes of the allocations for gradients among those at rest."""

@@ -67,6 +67,7 @@ def _events_and_context(
         placements=placements,
         trainable=trainable,
         backward=backward,
+        from_root=frozenset(unit.name for unit in spec.units if unit.from_root),
         inside={
             outer: tuple(unit for unit in dict.fromkeys(spec.call_order) if _is_inside(unit, outer))
             for outer in placements

@@ -5,6 +5,7 @@ differ, and each is a polynomial of the sizes in its config.json. `python -m sha
 several widths of each architecture, fits the polynomials, and stores them in spec/architectures:
 
     fixed    key of the config → values with which the laws hold
+    is_large whether the embedding and the head are units of their own, which depends on their size; null: tied
     sizes    a letter → key of the config
     spec     as spec/store.py writes it; a size is {"=": "2hf+4gd"}, the last block {last}, and laws are polynomials
 
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.files.data_file import UnreadableFile, parse_json, read_json
-from shardwise.spec.model import ModelSpec
+from shardwise.spec.model import LARGE_ROOT_LAYER, ModelSpec
 from shardwise.spec.store import decode
 
 FOLDER = Path(__file__).parent / "architectures"
@@ -136,6 +137,8 @@ def _sizes_of(config: Mapping[str, Any], *, laws: Mapping[str, Any]) -> dict[str
         given["d"] = (given["h"] or 0) // (given["a"] or 1)
     given["g"] = given["g"] or given["a"]
     sizes = {letter: size for letter, size in given.items() if isinstance(size, int) and size > 0}
+    if len(sizes) == len(SIZES) and laws["is_large"] not in (None, sizes["v"] * sizes["h"] >= LARGE_ROOT_LAYER):
+        return None
     if len(sizes) < len(SIZES) or sizes["a"] % sizes["g"] or (sizes["a"] > sizes["g"]) is not laws["is_grouped"]:
         return None
     return sizes if sizes["l"] >= FEWEST_BLOCKS and sizes["d"] in laws["head_dims"] else None

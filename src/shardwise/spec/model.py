@@ -10,6 +10,10 @@ from shardwise.spec.tensor import TensorSpec
 ROOT = "(root)"
 """The name of the unit that holds what no other unit covers; no module path looks like it."""
 
+LARGE_ROOT_LAYER = 2**26
+"""Least number of parameters of an embedding or a head that the rule `auto` takes out of the root: 128 MiB in bf16. In
+the root it would stay gathered from forward to the end of backward; of a smaller one that costs less than a unit."""
+
 ANNOUNCED, UNANNOUNCED, NONE = "announced", "unannounced", "none"
 
 
@@ -24,11 +28,16 @@ class UnitSpec:
 
     `backward` says how the unit notices its backward: `announced` by a gradient of its output; `unannounced` if none of
     its outputs can be found, so that it must be ready all the time; `none` if no gradient flows through it.
+
+    `from_root`: a large embedding or head that the rule `auto` has taken out of the root. It is one operation, so it is
+    no CUDA graph; the loss comes after it, so it is freed before backward; and its parameters may be read outside of
+    its own forward wherever those of the root may.
     """
 
     name: str
     class_name: str
     backward: str = ANNOUNCED
+    from_root: bool = False
     params: tuple[TensorSpec, ...] = ()
     buffers: tuple[TensorSpec, ...] = ()
 

@@ -240,6 +240,7 @@ def _body(unit: UnitSpec) -> dict[str, Any]:
     return {
         "class": unit.class_name,
         "backward": unit.backward,
+        "from_root": unit.from_root,
         "params": [_pack_tensor(param, prefix=prefix) for param in unit.params],
         "buffers": [_pack_tensor(buffer, prefix=prefix) for buffer in unit.buffers],
     }
@@ -256,6 +257,7 @@ def _unpack_units(data: Mapping[str, Any]) -> Iterable[UnitSpec]:
             name=name,
             class_name=data["class"],
             backward=data.get("backward", ANNOUNCED),
+            from_root=data.get("from_root", False),
             params=tuple(_unpack_tensor(param, prefix=name + ".") for param in data.get("params", ())),
             buffers=tuple(_unpack_tensor(buffer, prefix=name + ".") for buffer in data.get("buffers", ())),
         )

@@ -31,12 +31,12 @@ from shardwise.trace.trace import trace_model
 
 WAYS = tuple(Way(computes_in="bf16", recompute=how) for how in ("none", "full"))
 LENGTHS = (2048, 1024, 512)
-# No two products of sizes are equal, and none of them is a constant of a kernel.
+# No two products of sizes are equal, and none of them is a constant of a kernel. All embeddings are large.
 SAMPLES = tuple(
     dict(zip(SIZES, sizes, strict=True))
     for sizes in (
         (1536, 4224, 12, 4, 64, 50304, 8),
-        (1024, 2816, 16, 2, 128, 32128, 9),
+        (1024, 2816, 16, 2, 128, 66048, 9),
         (1280, 3328, 20, 5, 128, 64256, 10),
         (2304, 5888, 18, 6, 64, 40064, 11),
         (1792, 6016, 14, 7, 64, 70400, 12),
@@ -52,12 +52,14 @@ class Variant:
     """`fixed`: key of the config → the values with which it holds; traced with the first.
 
     is_grouped    several heads share keys and values; if not, nothing repeats them, and operations differ
+    is_large      the embedding and the head are units (spec.model.LARGE_ROOT_LAYER), or not; None: they are tied
     """
 
     model_type: str
     fixed: Mapping[str, Sequence[Any]]
     has_default_head_dim: bool = False
     is_grouped: bool = True
+    is_large: bool | None = None
 
     @property
     def samples(self) -> tuple[dict[str, int], ...]:
@@ -77,19 +79,27 @@ _KINDS: dict[str, tuple[dict[str, Sequence[Any]], bool]] = {
     "phi3": ({**_PHI, "partial_rotary_factor": [1.0]}, True),
 }
 _NAMES = (
-    *("llama-untied", "llama-tied", "llama-untied-ungrouped", "qwen2-untied", "qwen2-tied", "qwen2-untied-ungrouped"),
-    *("qwen3-untied", "qwen3-tied", "mistral-untied", "olmo2-untied", "olmo2-untied-ungrouped", "phi3-untied"),
+    *("llama-tied", "qwen2-tied", "qwen3-tied"),
+    *(
+        f"{kind}-{size}"
+        for kind in (
+            *("llama", "llama-ungrouped", "qwen2", "qwen2-ungrouped", "qwen3", "mistral"),
+            *("olmo2", "olmo2-ungrouped", "phi3"),
+        )
+        for size in ("large", "small")
+    ),
 )
 
 
 def _variant(name: str) -> Variant:
-    kind, tied, *others = name.split("-")
+    kind, *heads, embeddings = name.split("-")
     fixed, has_default = _KINDS[kind]
     return Variant(
         model_type=kind,
-        fixed={**fixed, "tie_word_embeddings": [tied == "tied"]},
+        fixed={**fixed, "tie_word_embeddings": [embeddings == "tied"]},
         has_default_head_dim=has_default,
-        is_grouped="ungrouped" not in others,
+        is_grouped=heads != ["ungrouped"],
+        is_large={"tied": None, "large": True, "small": False}[embeddings],
     )
 
 
@@ -103,6 +113,7 @@ def make_laws(variant: Variant) -> dict[str, Any]:
         "fixed": dict(variant.fixed),
         "has_default_head_dim": variant.has_default_head_dim,
         "is_grouped": variant.is_grouped,
+        "is_large": variant.is_large,
         "head_dims": [64, 128],
         "spec": _Fitted().encoded([traced(variant, sizes) for sizes in variant.samples]),
     }
@@ -118,7 +129,14 @@ def traced(variant: Variant, sizes: Mapping[str, int]) -> ModelSpec:
         model: nn.Module = model_of_config(config)
     tasks = {length: task_of_model(model, seq=length) for length in LENGTHS}
     makers = {length: task.make_batch for length, task in tasks.items()}
-    return trace_model(model, loss=tasks[LENGTHS[0]].loss, make_batch=makers, name=variant.model_type, ways=WAYS)
+    return trace_model(
+        model,
+        loss=tasks[LENGTHS[0]].loss,
+        make_batch=makers,
+        name=variant.model_type,
+        ways=WAYS,
+        policy="blocks" if variant.is_large is False else "auto",
+    )
 
 
 @dataclass(slots=True, kw_only=True)

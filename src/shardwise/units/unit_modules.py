@@ -17,6 +17,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from shardwise.errors import InvalidModel
 from shardwise.plan.policy import Cut, UnitPolicy
 from shardwise.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
+from shardwise.spec.model import LARGE_ROOT_LAYER
 from shardwise.torch_internals.torch_private import BatchNorm
 from shardwise.units.scripted import class_name, is_scripted, scripted_around
 
@@ -24,18 +25,25 @@ _STACKS = (nn.ModuleList, nn.Sequential)
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 LARGE_LAYER = 2**18
-"""Least number of parameters of a layer that `auto` makes a unit: 512 × 512. Gathering less costs mostly latency."""
+"""Least number of parameters of a layer in a stack that `auto` makes a unit: 512 × 512. Gathering less costs mostly
+latency."""
 
 
 def model_spec(model: nn.Module, *, policy: UnitPolicy | str = "auto", name: str | None = None) -> ModelSpec:
     """Return the spec of a model, which may be on the meta device; its call order is that of registration."""
     modules = unit_modules(model, policy=policy)
     owners = _owners(model, modules=modules)
+    from_root = units_from_root(model, policy=policy)
     units = tuple(
         UnitSpec(
             name=unit,
             class_name=type(module).__name__,
-            params=tuple(tensor for owner, is_buffer, tensor in owners if owner == unit and not is_buffer),
+            from_root=unit in from_root,
+            params=tuple(
+                replace(tensor, linear=False) if unit in from_root else tensor
+                for owner, is_buffer, tensor in owners
+                if owner == unit and not is_buffer
+            ),
             buffers=tuple(tensor for owner, is_buffer, tensor in owners if owner == unit and is_buffer),
         )
         for unit, module in modules.items()
@@ -64,6 +72,15 @@ def unit_modules(model: nn.Module, *, policy: UnitPolicy | str = "auto") -> dict
     return {ROOT: model, **named}
 
 
+def units_from_root(model: nn.Module, *, policy: UnitPolicy | str) -> set[str]:
+    """Return the units that `auto` has taken out of the root (UnitSpec.from_root), and nobody has named."""
+    if isinstance(policy, str):
+        policy = UnitPolicy.parse(policy)
+    if policy.cut is not Cut.AUTO:
+        return set()
+    return _large_root_layers(model, units=_blocks(model, policy)) - set(policy.modules)
+
+
 def called_modules(module: nn.Module) -> list[nn.Module]:
     """Return the modules whose call is a forward of this one: itself, or the models in a ModuleDict or ModuleList.
 
@@ -79,6 +96,24 @@ def called_modules(module: nn.Module) -> list[nn.Module]:
 
 
 def _auto(model: nn.Module, policy: UnitPolicy) -> set[str]:
+    blocks = _blocks(model, policy)
+    return blocks | _large_root_layers(model, units=blocks)
+
+
+def _large_root_layers(model: nn.Module, *, units: set[str]) -> set[str]:
+    """Choose large embeddings and linear layers outside of these units that share their weight with no other module."""
+    own = _untied_sizes(model)
+    return {
+        path
+        for path, module in _called(model)
+        if path
+        and (isinstance(module, nn.Embedding) or is_plain_linear(module))
+        and sum(own[id(parameter)] for parameter in module.parameters()) >= LARGE_ROOT_LAYER
+        and not any(path == unit or path.startswith(unit + ".") for unit in units)
+    }
+
+
+def _blocks(model: nn.Module, policy: UnitPolicy) -> set[str]:
     """Choose repeated blocks; where most of the model is outside of them, large layers of its stacks as well."""
     blocks = _repeated_blocks(model)
     own = _untied_sizes(model)
@@ -207,6 +242,7 @@ def _called(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 _RULES: dict[Cut, Callable[[nn.Module, UnitPolicy], set[str]]] = {
     Cut.AUTO: _auto,
+    Cut.BLOCKS: _blocks,
     Cut.CLASSES: _classes,
     Cut.MIN_PARAMS: _min_params,
     Cut.LEAVES: _leaves,

@@ -29,18 +29,20 @@ SIZES = {
     "num_hidden_layers": 28,
 }
 STORED = sorted(path.stem for path in FOLDER.glob("*.json"))
-# Each kind of model once; tied or not is a matter of the root.
-USUAL = ("llama-tied", "mistral-untied", "qwen2-untied", "qwen3-tied")
+# Each kind of model once; tied or not, and large or not, is a matter of the root.
+USUAL = ("llama-tied", "mistral-small", "qwen2-large", "qwen3-tied")
 SEQ = 1536
 
 
 def config_of(name: str, **others: Any) -> dict[str, Any]:
-    kind, tied, *heads = name.split("-")
+    kind, *heads, embeddings = name.split("-")
     named = {"olmo2": "Olmo2", "phi3": "Phi3"}.get(kind, kind.capitalize())
     own: dict[str, Any] = {"sliding_window": None} if kind in ("mistral", "phi3") else {}
     if heads == ["ungrouped"]:
         own["num_key_value_heads"] = SIZES["num_attention_heads"]
-    about = {"model_type": kind, "architectures": [f"{named}ForCausalLM"], "tie_word_embeddings": tied == "tied"}
+    if embeddings == "small":
+        own["vocab_size"] = 32_000
+    about = {"model_type": kind, "architectures": [f"{named}ForCausalLM"], "tie_word_embeddings": embeddings == "tied"}
     return {**about, "dtype": "bfloat16", "max_position_embeddings": 4096, **SIZES, **own, **others}
 
 
@@ -146,7 +148,7 @@ def test_a_known_architecture_is_not_traced(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_heads_that_share_nothing_have_laws_of_their_own(tmp_path: Path) -> None:
-    config = config_of("llama-untied-ungrouped")
+    config = config_of("llama-ungrouped-large")
     assert architecture_of(write(tmp_path, config), seq=2048) is not None
     # Configs of the first Llama do not name the heads of keys.
     del config["num_key_value_heads"]

@@ -122,6 +122,24 @@ def test_repeated_blocks_that_hold_most_of_the_model_stay_the_only_units() -> No
         assert names(model) == [ROOT, *(f"blocks.{i}" for i in range(3))]
 
 
+def test_large_embeddings_and_heads_are_units_unless_they_share_their_weights() -> None:
+    with torch.device("meta"):
+        model = nn.Module()
+        model.embed, model.positions = nn.Embedding(2**17, 512), nn.Embedding(1024, 512)
+        model.blocks = nn.ModuleList(Block(512) for _ in range(3))
+        model.head = nn.Linear(512, 2**17, bias=False)
+    blocks = [f"blocks.{i}" for i in range(3)]
+    assert names(model) == [ROOT, "embed", *blocks, "head"]
+    assert names(model, "blocks") == [ROOT, *blocks]
+    assert {unit.name for unit in model_spec(model).units if unit.from_root} == {"embed", "head"}
+    # Whoever names one means an ordinary unit.
+    assert [unit.name for unit in model_spec(model, policy="auto + head").units if unit.from_root] == ["embed"]
+    # Nothing of it is multiplied in fp8, as nothing of the root is.
+    assert not any(param.linear for unit in model_spec(model).units for param in unit.params if unit.from_root)
+    model.head.weight = model.embed.weight
+    assert names(model) == [ROOT, *blocks]
+
+
 def test_a_unit_that_holds_most_of_a_model_is_told_with_the_way_out() -> None:
     with torch.device("meta"):
         plain, wide = Plain(1024), nn.Sequential(*layers(4))

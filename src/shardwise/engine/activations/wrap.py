@@ -31,7 +31,8 @@ def wrap_units(
     if offload is not None:
         undo.append(offload.listen(events))
     for name, unit in units.items():
-        mode, on_host = plan.recompute_of(name), plan.has_activations_on_host(name)
+        mode = plan.recompute_of(name)
+        on_host = plan.has_activations_on_host(name) and not unit.from_root
         if mode != "none":
             pack = offload.pack if offload is not None and on_host else Kept
             undo.append(recompute_unit(unit.module, mode=mode, pack=pack))

@@ -55,7 +55,15 @@ def make_unit(
     name: str, *, module: nn.Module, placement: Placement, flats: list[FlatParams], setting: CoreSetting
 ) -> Unit:
     """Make a unit that holds these buffers."""
-    return Unit(name, module=module, placement=placement, flats=flats, tape=setting.tape, events=setting.events)
+    return Unit(
+        name,
+        module=module,
+        placement=placement,
+        flats=flats,
+        tape=setting.tape,
+        events=setting.events,
+        from_root=setting.spec.unit(name).from_root,
+    )
 
 
 def make_flat(

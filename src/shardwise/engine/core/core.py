@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from shardwise.engine.core.flat_buffers import refresh
 from shardwise.engine.core.part_calls import PartCalls
 from shardwise.engine.core.pass_state import PassState
 from shardwise.engine.core.precision import attach_casts
+from shardwise.engine.core.root_reads import lend
 from shardwise.engine.core.runner import Runner
 from shardwise.engine.core.step_events import StepEvents, announce
 from shardwise.engine.core.unit import Unit
@@ -48,6 +50,9 @@ class Core:
     def __init__(self, model: nn.Module, *, units: dict[str, Unit], setting: CoreSetting) -> None:
         self.model, self.units, self.setting = model, units, setting
         self._runner = Runner(units, setting=setting)
+        for unit in units.values():
+            if unit.from_root and unit.sharded:
+                unit.lend = partial(lend, self._runner, unit)
         self._handles: list[Any] = []
         self._undo: list[Callable[[], None]] = []
 

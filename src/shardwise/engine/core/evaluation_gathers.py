@@ -51,6 +51,8 @@ class EvaluationGathers:
         self._dynamic = False
         self._forward: FirstForward | None = None
         self.agreed: FirstForward | None = None
+        # The units that were read in the current forward outside of their own; None outside of a forward.
+        self._lent: list[Unit] | None = None
         self.patience_seconds = float("inf")
 
     def follow(self, context: StepContext, *, dynamic: bool) -> None:
@@ -84,6 +86,16 @@ class EvaluationGathers:
             unit.wake()
         self._gathered |= gathers
         PROGRESS.kind, PROGRESS.unit = Kind.FORWARD, unit.name
+        if unit.name == ROOT:
+            self._lent = []
+
+    def lend(self, unit: Unit) -> bool:
+        """Gather a unit whose parameters the current forward reads (root_reads.py); return whether there is one."""
+        if self._lent is None:
+            return False
+        self.begin(unit)
+        self._lent.append(unit)
+        return True
 
     def _rescale(self) -> None:
         """Take scales of weights that are gathered in fp8, if values were written since the last ones. Collective."""
@@ -93,6 +105,10 @@ class EvaluationGathers:
 
     def end_call(self, unit: Unit) -> None:
         """End a unit's forward: free it."""
+        if unit.name == ROOT:
+            lent, self._lent = self._lent or (), None
+            for other in lent:
+                self.end_call(other)
         if unit.name in self._own:
             self._own.discard(unit.name)
             self._run(released(unit.name))

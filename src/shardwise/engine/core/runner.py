@@ -117,7 +117,7 @@ class Runner:
         if unit is self.root and not self.forwards:
             # Its backward has run inside of it.
             return
-        if backward == UNANNOUNCED and unit.sharded:
+        if backward == UNANNOUNCED and unit.sharded and not unit.from_root:
             unit.warn_unannounced()
         if self.executor.first is not None:
             self.executor.first.note_backward(unit, backward)

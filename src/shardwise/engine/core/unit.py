@@ -1,7 +1,7 @@
 """A unit at work: its module, its flat buffers, and where it stands in the step."""
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 
@@ -29,6 +29,7 @@ class Unit:
 
     whole      every rank's slice is here, or on its way; `arrived`: here
     at_rest    its parameters, or their gradients, are not to be read
+    from_root  it was taken out of the root, and is read where the root is (spec.UnitSpec)
     calls      how often this forward has called it, and in backward, how often all forwards since the last one have;
                `call`: the number of the last call in the program
     """
@@ -42,9 +43,11 @@ class Unit:
         flats: list[FlatParams],
         tape: Tape,
         events: StepEvents,
+        from_root: bool = False,
     ) -> None:
         self.name = name
         self.module = module
+        self.from_root = from_root
         self.placement = placement
         self.tape = tape
         self.events = events
@@ -62,6 +65,8 @@ class Unit:
         # The buffers that hold any of the parameters that are trained (see learn_trained).
         self.trained_flats: list[FlatParams] = []
         self._has_warned = False
+        # Makes its parameters readable where they are read outside of its forward; False: they must not be read there.
+        self.lend: Callable[[], bool] = bool
         # The parameters, and those that rest between backwards, as they are once the buffers are filled.
         self.settled: list[nn.Parameter] = []
         self._rests: list[nn.Parameter] = []

@@ -68,6 +68,8 @@ def _touched(unit: Unit, flat: FlatParams, name: str, is_grad: bool) -> None:
         if flat.shows_grads or not any(other.has_grads() for other in unit.flats):
             return
         refuse(name, is_grad=True)
+    if unit.lend():
+        return
     if unit.sharded and not unit.whole:
         if transforming():
             raise called_in_transform(name)

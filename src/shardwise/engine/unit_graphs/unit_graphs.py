@@ -93,11 +93,11 @@ class UnitGraphs:
         release_before_leaving(self)
 
     def attach(self) -> list[Callable[[], None]]:
-        """Take over the forwards of all units but the root; return the functions that undo it."""
+        """Take over the forwards of all units but the root and layers of it; return the functions that undo it."""
         core, undo = self._core, []
         units = list(core.units.values())
         for unit in units:
-            if unit.name != ROOT and unit.flats and core.plan.may_capture(unit.name):
+            if unit.name != ROOT and not unit.from_root and unit.flats and core.plan.may_capture(unit.name):
                 parts = core.plan.recompute_of(unit.name) == "selective" or bool(core.plan.tile)
                 watched = WatchedUnit(unit, units=units, recomputes_parts=parts, device=core.setting.device)
                 if not watched.why_not:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 from shardwise.planner.memory.column_sum import ColumnSum
 from shardwise.planner.memory.replay import Change, MemoryChange, MemoryRow, MoveSaved, Recategorize, TakeGrads
-from shardwise.spec import ROOT
 from shardwise.spec.law import Line
 from shardwise.spec.step import IN_UNIT, Act, StorageEvent, What
 
@@ -29,14 +28,13 @@ class Ledger:
     """The entries of a step without the optimizer's state; `update_at` is the position of the update.
 
     `first_grad_at`: position after the first gradient of a parameter, usually from the first product of backward.
-    `has_unit_graphs`: what the `num_units` units compute lies in a pool of its own; `gradients_in_graphs`: averaged
-    gradients do, too.
+    `graph_units`: what these units compute lies in a pool of its own; `gradients_in_graphs`: averaged gradients do,
+    too.
     """
 
     seq: int | None
     grads_leave_at_once: bool
-    has_unit_graphs: bool = False
-    num_units: int = 0
+    graph_units: frozenset[str] = frozenset()
     gradients_in_graphs: bool = False
     entries: list[AllocationEntry] = field(default_factory=list)
     update_at: int = 0
@@ -61,7 +59,7 @@ class Ledger:
             for change in row.changes:
                 self._change(change)
             if row.peak is not None:
-                is_graph = self.has_unit_graphs and row.unit != ROOT and row.label.startswith(IN_UNIT)
+                is_graph = row.unit in self.graph_units and row.label.startswith(IN_UNIT)
                 self._stream = UNIT_GRAPHS if is_graph else ""
                 for event in row.peak.stream.events:
                     self._event(row.unit, event)
@@ -81,7 +79,7 @@ class Ledger:
             elif stream == UNIT_GRAPHS:
                 live[slot] = size.at(batch)
         activations, gradients = sum(live.values()), sum(size.at(batch) for size in self.gradients)
-        return max(activations, gradients) + activations // max(self.num_units, 1)
+        return max(activations, gradients) + activations // max(len(self.graph_units), 1)
 
     def _allocate(self, size: Line | ColumnSum, *, stream: str = "") -> int:
         self._num_slots += 1
@@ -126,7 +124,7 @@ class Ledger:
                     self._storages[key] = self._allocate(self._sizes[slot])
 
     def _stream_of(self, change: Change) -> str:
-        if change.category == "gathered" and self.has_unit_graphs:
+        if change.category == "gathered" and self.graph_units:
             return SLOTS
         return UNIT_GRAPHS if change.category == "grads" and self.gradients_in_graphs else change.stream
 

@@ -23,10 +23,14 @@ def memory_rows(
     plan: Plan,
     weights: Mapping[str, int],
     rules: MemoryRules,
+    saved: Mapping[str, Line],
 ) -> Iterator[MemoryRow]:
-    """Yield the rows in the order of the trace, whose streams have these peaks, or else in that of the program."""
+    """Yield the rows in the order of the trace, whose streams have these peaks, or else in that of the program.
+
+    saved   what units save in host memory (Job.saved_by_units)
+    """
     by_key = dict(peaks)
-    offload = _Offload(saved_by_units(peaks, plan=plan)) if plan.offload_activations else None
+    offload = _Offload(saved) if saved else None
     step = TracedStep(program, executor, in_order=in_order)
     for key in keys_in_order(by_key, program=program):
         trigger, unit, _ = key
@@ -48,15 +52,6 @@ def _random_state(trigger: str, num_bytes: int) -> Iterator[Change]:
         yield Change("other", num_bytes)
     elif num_bytes and trigger == Trigger.GRADS_READY.value:
         yield Change("other", -num_bytes)
-
-
-def saved_by_units(peaks: Sequence[tuple[Key, StreamPeak]], *, plan: Plan) -> dict[str, Line]:
-    """Return what the forward of each unit saves in host memory, in the order of forward."""
-    return {
-        unit: Line(peak.end[0], peak.end[1])
-        for (trigger, unit, _), peak in peaks
-        if trigger == Trigger.BEFORE_FORWARD.value and plan.has_activations_on_host(unit)
-    }
 
 
 def saved_of_root(streams: Sequence[tuple[Key, Stream]], *, seq: int | None) -> int:

@@ -102,6 +102,6 @@ class HostTraffic:
 
     def _place_of_saved(self, unit: str) -> int | None:
         """Return the place of a unit among those that save in host memory; the last one keeps its own."""
-        if not self._saving or not self.job.plan.has_activations_on_host(unit):
+        if not self._saving or unit not in self.job.saved_by_units:
             return None
         return self._saving.index(unit) if unit in self._saving else len(self._saving)

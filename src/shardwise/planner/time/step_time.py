@@ -18,7 +18,7 @@ from shardwise.planner.time.instructions import Schedule, schedule_of
 from shardwise.planner.time.pieces import Pieces, timed_pieces
 from shardwise.planner.time.queues import Queues, WorkSeconds
 from shardwise.planner.time.straggler import straggler_seconds
-from shardwise.spec import ROOT, ModelSpec
+from shardwise.spec import ModelSpec
 from shardwise.spec.step import IN_UNIT
 from shardwise.vocabulary.span import Span
 
@@ -186,7 +186,7 @@ def _works(prepared: _Prepared, *, batch: int) -> list[WorkSeconds]:
         launch = UNIT_GRAPH_SECONDS * host_factor(prepared.cluster.device)
         pieces = [
             WorkSeconds(launch, piece.kernel, launch + piece.kernel)
-            if unit != ROOT and trigger in IN_UNIT and job.plan.may_capture(unit)
+            if unit in job.graph_units and trigger in IN_UNIT
             else piece
             for (trigger, unit), piece in zip(keys, pieces, strict=True)
         ]

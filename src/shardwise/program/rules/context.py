@@ -14,6 +14,7 @@ from shardwise.spec import ROOT
 class StepContext:
     """The facts that stay the same through a step.
 
+    from_root     units that `auto` has taken out of the root (UnitSpec.from_root)
     inside        recomputed unit → the units that its recomputation calls
     calls         the order of forward; `backward_calls` that of backward
     update_gather_bytes   bytes of each unit that are gathered after an update, where ranks update slices
@@ -28,6 +29,7 @@ class StepContext:
     placements: Mapping[str, Placement]
     trainable: frozenset[str]
     backward: Mapping[str, str]
+    from_root: frozenset[str]
     inside: Mapping[str, tuple[str, ...]]
     calls: tuple[str, ...]
     backward_calls: tuple[str, ...]

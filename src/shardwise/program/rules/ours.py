@@ -36,12 +36,13 @@ def before_forward(state: State, event: StepEvent, context: StepContext) -> Outc
 def after_forward(state: State, event: StepEvent, context: StepContext) -> Outcome:
     """Free the unit, unless it is needed at once: by the next call, or, after the last one, in backward.
 
-    A unit whose backward is unannounced stays gathered for it; one without a backward is freed in any case.
+    A head is not: the loss lies between, with the most activations of the step. A unit whose backward is unannounced
+    stays gathered for it; one without a backward is freed in any case.
     """
     unit = event.unit
     coming = context.calls[event.position + 1 :]
     done = context.backward[unit] == NONE
-    soon = unit in _wanted(coming[0], coming[1:], context) if coming else not done
+    soon = unit in _wanted(coming[0], coming[1:], context) if coming else not done and unit not in context.from_root
     kept = unit == ROOT or context.backward[unit] == UNANNOUNCED
     reshards = context.placements[unit].reshard_after_forward or done
     if soon or kept or not reshards or not context.sharded(unit):

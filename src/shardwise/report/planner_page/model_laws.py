@@ -114,7 +114,7 @@ def _saved(whole: Job, tables: ValueTables) -> list[list[int]]:
     found = {
         unit: number
         for number, ((trigger, unit, _), _) in enumerate(whole.streams)
-        if trigger == BEFORE_FORWARD and whole.plan.has_activations_on_host(unit)
+        if trigger == BEFORE_FORWARD and unit in whole.saved_by_units
     }
     return [[tables.number("units", unit), number] for unit, number in found.items()]
 

@@ -109,4 +109,4 @@ def test_a_rank_that_is_alone_hands_nothing_to_the_backend_in_a_step(strategy: s
             optimizer.step()
             optimizer.zero_grad()
         groups = engine_of(model).core.setting.groups
-        assert [group.log.issued for group in groups.by_name().values()] == [[], [], [], []]
+        assert not any(group.log.issued for group in groups.by_name().values())

@@ -119,6 +119,7 @@ class Traced:
             plan=job.plan,
             weights={},
             rules=job.rules,
+            saved={unit: Line(0, 0) for _, unit, _ in keys if job.plan.has_activations_on_host(unit)},
         )
         return [f"{row.label}: {', '.join(map(shown, row.changes))}" for row in rows]
 

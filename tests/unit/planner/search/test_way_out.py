@@ -86,7 +86,7 @@ def test_torchs_engine_may_recompute_in_the_model() -> None:
     (found,) = ways_out(
         Source("llama-3.1-8b").spec_for, plan=plan, strategies=strategies, cluster=on("8xa100-40gb"), optimizer="adamw"
     )
-    assert (found.plan.recompute, found.plan.strategy, found.plan.engine) == ("full", "fsdp", "torch")
+    assert (found.plan.recompute, found.plan.strategy, found.plan.engine) == ("full", "shard_grad_op", "torch")
 
 
 @pytest.mark.whole
