@@ -13,17 +13,27 @@ from shardwise.tasks import Task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """Classes of transformers, the batch, and the values of the configuration."""
+    """Classes of transformers, the batch of a rank, and the values of the configuration.
+
+    tokens   of a sample; none where samples are images
+    """
 
     model: str
     config: str
     samples: int
-    tokens: int
+    tokens: int = 0
+    ranks: int = 1
     values: dict[str, Any]
 
 
-_TABLE = Path(__file__).with_suffix(".toml")
-MODELS = {name: Model(**row) for name, row in tomllib.loads(_TABLE.read_text()).items()}
+def _models_of(table: str) -> dict[str, Model]:
+    path = Path(__file__).with_name(table)
+    return {name: Model(**row) for name, row in tomllib.loads(path.read_text()).items()}
+
+
+MODELS = _models_of("hugging_face_models.toml")
+LARGE = _models_of("large_models.toml")
+_ALL = MODELS | LARGE
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
 TINY |= {"num_key_value_heads": 1, "head_dim": 16}
 
@@ -32,7 +42,7 @@ def make_model(name: str, *, device: str, **values: Any) -> nn.Module:
     """Build a model in fp32, to be trained. `values` replace some of its config."""
     import transformers
 
-    known = MODELS[name]
+    known = _ALL[name]
     made = getattr(transformers, known.config)(**{**known.values, **values})
     with torch.device(device):
         model: nn.Module = getattr(transformers, known.model)._from_config(made, attn_implementation="sdpa")
@@ -49,15 +59,19 @@ def build(name: str) -> tuple[nn.Module, Tensor, Tensor]:
 
 def task_of(name: str, *, device: str, masked: bool = False, **values: Any) -> Task:
     """Return the model as a Task. `masked`: the mask of ones is given to the model."""
-    known = MODELS[name]
+    known = _ALL[name]
 
     def make_batch(size: int) -> dict[str, Tensor]:
+        if not known.tokens:
+            side = known.values["image_size"]
+            labels = torch.randint(known.values["num_labels"], (size,), device=device)
+            return {"pixel_values": torch.randn(size, 3, side, side, device=device), "labels": labels}
         ids = torch.randint(5, known.values["vocab_size"], (size, known.tokens), device=device)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        ids = batch["input_ids"]
-        found: Tensor = model(**(batch if masked else {"input_ids": ids}), labels=ids).loss
+        given = {key: value for key, value in batch.items() if masked or key != "attention_mask"}
+        found: Tensor = model(**{"labels": batch.get("input_ids"), **given}).loss
         return found
 
     return Task(model=make_model(name, device=device, **values), loss=loss, make_batch=make_batch)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from from_root import counted_as_large
 from late import LateCollectives
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -17,7 +18,6 @@ from shardwise.comm.collectives import BackendCollectives
 from shardwise.engine.engine import engine_of, tape
 from shardwise.engine.guards.guard import ShardedParameter
 from shardwise.program import build
-from shardwise.units import unit_modules
 
 WIDTH, WORDS, LENGTH, RANKS = 8, 32, 5, 2
 
@@ -121,8 +121,7 @@ def prepared(use: str, strategy: str, **options: Any) -> tuple[Model, torch.opti
     """Return a prepared model whose layers count as large."""
     model = Model(use)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(unit_modules.__globals__, "LARGE_ROOT_LAYER", WORDS * WIDTH)
+    with counted_as_large(WORDS * WIDTH):
         shardwise.prepare(model, optimizer, Plan(strategy=strategy), watch_seconds=0.0, **options)
     assert {unit.name for unit in engine_of(model).core.spec.units if unit.from_root} == {"embed", "head"}
     return model, optimizer
@@ -194,9 +193,8 @@ def test_after_the_first_step_the_tape_is_the_program(use: str) -> None:
 def test_a_head_that_is_called_is_freed_for_the_loss_and_one_that_is_read_is_not() -> None:
     for use, is_freed in {"called": True, "read in forward": False}.items():
         for _, later, _ in run_ranks(tapes, num_ranks=RANKS, args=(use, "fsdp")):
-            start = later.index("forward head")
-            between = later[start + 1 : later.index("backward (root)")]
-            assert between == ["free head", "gather head"][: 2 * is_freed]
+            loss = slice(later.index("forward head"), later.index("backward (root)"))
+            assert ("free head" in later[loss], "gather head" in later[loss]) == (is_freed, is_freed)
 
 
 def reads_between_steps(rank: int) -> None:

@@ -1,9 +1,11 @@
 """Modules in tiles along the sequence: the results of the same modules without."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from from_root import counted_as_large
 from ranks import run_ranks
 from torch import Tensor, nn
 from whole import whole
@@ -193,12 +195,13 @@ LOSSES = {
 }
 
 
-def with_losses(rank: int, plan: dict[str, Any], tile: dict[str, int]) -> dict[str, Any]:
+def with_losses(rank: int, plan: dict[str, Any], tile: dict[str, int], *, is_large: bool) -> dict[str, Any]:
     found = {}
     for name, loss_of in LOSSES.items():
         model = Classifier().double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
-        shardwise.prepare(model, optimizer, Plan(precision="native", tile=tile, **plan))
+        with counted_as_large(model.head.weight.numel()) if is_large else nullcontext():
+            shardwise.prepare(model, optimizer, Plan(precision="native", tile=tile, **plan))
         losses = []
         for step in range(3):
             generator = torch.Generator().manual_seed(10 * step + rank)
@@ -217,8 +220,8 @@ def with_losses(rank: int, plan: dict[str, Any], tile: dict[str, int]) -> dict[s
     return found
 
 
-def heads_differ(rank: int, plan: dict[str, Any]) -> float:
-    without, tiled = (with_losses(rank, plan, tile) for tile in ({}, {"head": 4, "*.mlp": 8}))
+def heads_differ(rank: int, plan: dict[str, Any], is_large: bool) -> float:
+    without, tiled = (with_losses(rank, plan, tile, is_large=is_large) for tile in ({}, {"head": 4, "*.mlp": 8}))
     return max(
         float((value - tiled[loss][1][name]).abs().max())
         for loss, (_, values) in without.items()
@@ -227,16 +230,21 @@ def heads_differ(rank: int, plan: dict[str, Any]) -> float:
 
 
 @pytest.mark.parametrize(
-    "plan",
+    ("plan", "is_large"),
     [
-        {"strategy": "ddp"},
-        {"strategy": "fsdp", "accumulate": 2},
-        *whole({"strategy": "zero2"}, {"strategy": "fsdp", "recompute": "full", "offload_activations": True}),
+        ({"strategy": "ddp"}, False),
+        ({"strategy": "fsdp", "accumulate": 2}, False),
+        ({"strategy": "fsdp", "accumulate": 2}, True),
+        *whole(
+            ({"strategy": "zero2"}, True),
+            ({"strategy": "fsdp", "recompute": "full", "offload_activations": True}, False),
+            ({"strategy": "fsdp", "recompute": "full", "offload_activations": True}, True),
+        ),
     ],
     ids=str,
 )
-def test_a_tiled_head_trains_what_it_does_without_tiles_with_any_loss(plan: dict[str, Any]) -> None:
-    assert max(run_ranks(heads_differ, num_ranks=2, args=(plan,))) < 1e-12
+def test_a_tiled_head_trains_what_it_does_without_tiles_with_any_loss(plan: dict[str, Any], is_large: bool) -> None:
+    assert max(run_ranks(heads_differ, num_ranks=2, args=(plan, is_large))) < 1e-12
 
 
 def test_logits_of_a_tiled_head_never_exist_where_a_cross_entropy_follows() -> None:

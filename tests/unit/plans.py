@@ -98,7 +98,7 @@ _MISTAKES: list[tuple[str, str]] = [
     ("engine", '"deepspeed"'),
     ("engine", "{}"),
     ("collectives", '"tree"'),
-    ("units", '"blocks"'),
+    ("units", '"block"'),
     ("units", '"min-params:0"'),
     ("units", "7"),
     ("mesh", "8"),

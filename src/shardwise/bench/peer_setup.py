@@ -20,6 +20,7 @@ from shardwise.torch_engine.prepare import rename_parameters, to_master_dtype
 from shardwise.train.batches import to_device
 from shardwise.train.training_state import Training, Update
 from shardwise.units import unit_modules
+from shardwise.units.unit_modules import units_from_root
 from shardwise.units.materialize import materialize
 
 
@@ -85,4 +86,6 @@ def make_real(model: nn.Module, optimizer: Optimizer, *, plan: Plan, device: tor
 
 
 def unit_classes(model: nn.Module, *, plan: Plan) -> set[type[nn.Module]]:
-    return {type(module) for name, module in unit_modules(model, policy=plan.units).items() if name != ROOT}
+    """Return the classes that others wrap: of blocks, since that of a large layer is the class of many a small one."""
+    others = {ROOT, *units_from_root(model, policy=plan.units)}
+    return {type(module) for name, module in unit_modules(model, policy=plan.units).items() if name not in others}

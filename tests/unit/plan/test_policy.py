@@ -38,7 +38,7 @@ def test_modules_may_be_named_after_any_rule() -> None:
     "text",
     [
         "",
-        "blocks",
+        "blocks:1",
         "class",
         "class:",
         "class:a b",

@@ -70,8 +70,9 @@ def test_every_catalogue_model_is_cut_at_its_blocks_without_loss(name: str) -> N
     assert {path for unit in spec.units for p in unit.params for path in (p.name, *p.aliases)} == {
         path for path, _ in model.named_parameters(remove_duplicate=False)
     }
-    classes = {type(module).__name__ for path, module in unit_modules(model).items() if path != ROOT}
+    classes = {type(module).__name__ for path, module in unit_modules(model, policy="blocks").items() if path != ROOT}
     assert classes <= {"Block", "LlamaBlock", "BasicBlock", "Bottleneck"}
+    assert unit_modules(model).keys() - unit_modules(model, policy="blocks").keys() <= {"embed"}
 
 
 def test_a_stack_of_leaves_is_not_a_stack_of_blocks() -> None:

@@ -31,7 +31,7 @@ def tiles_of(spec: ModelSpec, *, plan: Plan) -> dict[str, int]:
 
 def _head(spec: ModelSpec, *, seq: int) -> dict[str, int]:
     """Return the tile of the head, and of the loss after it."""
-    for param in next(unit.params for unit in spec.units if unit.name == ROOT):
+    for param in (param for unit in spec.units if unit.name == ROOT or unit.from_root for param in unit.params):
         for path in (param.name, *param.aliases):
             module, _, own = path.rpartition(".")
             if own == "weight" and module.rpartition(".")[2] in HEADS:
