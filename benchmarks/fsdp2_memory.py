@@ -1,6 +1,6 @@
 """Memory and speed next to torch's `fully_shard`, rank 0 of N on one GPU: `python benchmarks/fsdp2_memory.py`.
 
-Models of 1 to 15 billion parameters (large_models.toml), bf16, fused AdamW, one batch that lies on the device. The other
+Models of 1 to 15 billion parameters (large_models.toml), bf16, fused AdamW, one batch that lies on the device. Other
 ranks are absent (rehearsed_peers.py). Each case runs in a process of its own, in which the ways take turns: each is set
 up, trained until its memory is that of every later step, timed, and taken down again.
 

@@ -1,6 +1,7 @@
 """A large embedding or head is a unit of its own, whose parameters can be read wherever those of the root can."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise import Plan
+from shardwise.checkpoint import Checkpoints
 from shardwise.comm.collectives import BackendCollectives
 from shardwise.engine.engine import engine_of, tape
 from shardwise.engine.guards.guard import ShardedParameter
@@ -212,3 +214,25 @@ def reads_between_steps(rank: int) -> None:
 
 def test_between_steps_they_are_refused_as_those_of_the_root_are() -> None:
     run_ranks(reads_between_steps, num_ranks=RANKS)
+
+
+def through_a_checkpoint(rank: int, folder: str) -> None:
+    """A checkpoint of the time when they lay in the root."""
+    model = Model("called")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    shardwise.prepare(model, optimizer, Plan(strategy="fsdp", units="blocks"), watch_seconds=0.0)
+    loss_of(model, tokens_of(0, rank)).backward()
+    optimizer.step()
+    checkpoints = Checkpoints(folder)
+    checkpoints.save(model, optimizer, step=1)
+    loaded, its_optimizer = prepared("called", "fsdp")
+    checkpoints.load(checkpoints.latest(), loaded, its_optimizer)
+    checkpoints.close()
+    saved, found = shardwise.full_state_dict(model, optimizer), shardwise.full_state_dict(loaded, its_optimizer)
+    for part in ("model", "optimizer"):
+        values, expected = (state[part].get("state", state[part]) for state in (found, saved))
+        torch.testing.assert_close(values, expected, rtol=0, atol=0)
+
+
+def test_a_checkpoint_from_before_is_loaded(tmp_path: Path) -> None:
+    run_ranks(through_a_checkpoint, num_ranks=RANKS, args=(str(tmp_path),))

@@ -20,8 +20,8 @@ from shardwise.torch_engine.prepare import rename_parameters, to_master_dtype
 from shardwise.train.batches import to_device
 from shardwise.train.training_state import Training, Update
 from shardwise.units import unit_modules
-from shardwise.units.unit_modules import units_from_root
 from shardwise.units.materialize import materialize
+from shardwise.units.unit_modules import units_from_root
 
 
 @contextmanager

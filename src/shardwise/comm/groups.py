@@ -60,7 +60,8 @@ _MADE: dict[Mesh, MeshGroups] = {}
 def mesh_groups(mesh: Mesh) -> MeshGroups:
     """Return the groups of a mesh. Collective: every rank of the job calls it, at the same point of its program.
 
-    They are made once and shared by all models on the mesh, since a group costs connections, and on a GPU memory. Their collectives have the time-out of the default group.
+    They are made once and shared by all models on the mesh, since a group costs connections, and on a GPU memory. Their
+    collectives have the time-out of the default group.
     """
     if mesh not in _MADE or not _exist(_MADE[mesh]):
         _MADE[mesh] = _make_groups(mesh)

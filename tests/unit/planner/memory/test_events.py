@@ -16,6 +16,7 @@ from shardwise.planner.memory.stream_peak import StreamPeak
 from shardwise.planner.trace_order import Key
 from shardwise.program import Kind, Operation, Row, StepProgram, Trigger
 from shardwise.spec import NONE, ROOT, ModelSpec, TensorSpec, UnitSpec
+from shardwise.spec.law import Line
 from shardwise.spec.step import Stream
 
 TWO = Mesh(shard=2)
