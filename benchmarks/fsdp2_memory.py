@@ -5,7 +5,7 @@ ranks are absent (rehearsed_peers.py). Each case runs in a process of its own, i
 up, trained until its memory is that of every later step, timed, and taken down again.
 
     ordinary       ours with capture = "off"
-    graphs         ours by default, as an ordinary loop: units are CUDA graphs
+    graphs         ours as an ordinary loop is by default: units are CUDA graphs
     fully_shard    torch's own, cut into the same units
 
 Writes benchmarks/results/fsdp2_memory_h200.json after every case. `--expandable`: with expandable segments, as ranks
@@ -36,7 +36,7 @@ from shardwise.trace import trace_task
 WAYS: dict[str, dict[str, str]] = {
     "ordinary": {"capture": "off"},
     "fully_shard": {"engine": "torch", "capture": "off"},
-    "graphs": {"capture": "auto"},
+    "graphs": {"capture": "units"},
 }
 _FULL = {"strategy": "fsdp", "recompute": "full"}
 CASES: dict[str, tuple[str, dict[str, str]]] = {

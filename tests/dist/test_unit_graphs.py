@@ -14,6 +14,7 @@ from whole import in_turn
 
 import shardwise
 from shardwise.engine.engine import engine_of
+from shardwise.engine.unit_graphs import arena
 from shardwise.plan import Plan
 
 STRATEGIES = ("ddp", "zero2", "shard_grad_op", "fsdp")
@@ -95,6 +96,19 @@ def test_gradients_lie_in_the_memory_of_graphs_until_they_outlive_a_pass(strateg
     (found,) = run_ranks(in_graph_memory, num_ranks=1, args=(strategy,))
     # The program is learned; three ordinary steps, an observed one, the recorded one, replays; an accumulation.
     assert found == [False] * 5 + [True] * 4 + [False] * 3
+
+
+def with_gradients_elsewhere(rank: int) -> tuple[int, int]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arena, "places_gradients", lambda activations, **others: False)
+        with simulated(moved=0.0):
+            assert not any(gradients_in_graph_memory(rank, "fsdp"))
+        return compared(rank, "plain", {"strategy": "fsdp"}, {})
+
+
+def test_gradients_may_lie_elsewhere() -> None:
+    for num_calls, num_replayed in run_ranks(with_gradients_elsewhere, num_ranks=2):
+        assert num_replayed > num_calls * REPLAYED, (num_calls, num_replayed)
 
 
 PLANS: dict[str, dict[str, Any]] = {

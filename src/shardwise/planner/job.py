@@ -94,7 +94,7 @@ class Job:
             grads_leave_at_once=self.engine.grads_leave_at_once,
             graph_units=graphs,
             # Otherwise they outlive a pass, whose graphs would overwrite them.
-            gradients_in_graphs=bool(graphs) and self.plan.accumulate == 1,
+            gradients_apart=bool(graphs) and self.plan.accumulate == 1,
         )
         ledger.write(rows)
         return ledger

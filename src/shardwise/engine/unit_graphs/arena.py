@@ -6,6 +6,7 @@ from typing import Any
 
 from shardwise.engine.unit_graphs.graph_device import GraphDevice
 from shardwise.engine.unit_graphs.recorded_pass import RecordedPass
+from shardwise.program.gradient_place import places_gradients
 
 # Forms of passes whose graphs are kept in one arena, and passes that may overlap.
 _MOST_FORMS = 32
@@ -14,20 +15,37 @@ _MOST_ARENAS = 2
 
 @dataclass(slots=True)
 class ObservedMemory:
-    """Memory of an ordinary pass: what calls of units leave for backward, and averaged gradients."""
+    """Memory of an ordinary pass: what calls of units leave for backward, what else there is for it, and gradients.
 
+    begin_bytes   all tensors when the pass begins
+    """
+
+    begin_bytes: int
     num_calls: int = 0
     activation_bytes: int = 0
+    loss_bytes: int = 0
     gradient_bytes: int = 0
 
     def add_call(self, num_bytes: int) -> None:
         self.num_calls += 1
         self.activation_bytes += max(num_bytes, 0)
 
+    def begin_backward(self, num_bytes: int) -> None:
+        self.loss_bytes = max(num_bytes - self.begin_bytes - self.activation_bytes, 0)
+
+    @property
+    def places_gradients(self) -> bool:
+        """Whether gradients take the place of activations in the memory of graphs.
+
+        Where units keep less than that, ordinary memory has more room: that of logits, which the loss has left.
+        """
+        return places_gradients(self.activation_bytes, loss=self.loss_bytes, gradients=self.gradient_bytes)
+
     @property
     def pass_bytes(self) -> int:
-        """The memory of graphs of such a pass: gradients take the place of activations; and temporaries of one unit."""
-        return max(self.activation_bytes, self.gradient_bytes) + self.activation_bytes // max(self.num_calls, 1)
+        """The memory of graphs of such a pass, with the temporaries of one unit."""
+        gradients = self.gradient_bytes if self.places_gradients else 0
+        return max(self.activation_bytes, gradients) + self.activation_bytes // max(self.num_calls, 1)
 
 
 class Arena:
@@ -60,11 +78,11 @@ class Arena:
         """
         return num_elements <= self._most_elements and len(self.passes) < _MOST_FORMS
 
-    def begin_recording(self, num_elements: int, *, num_bytes: int) -> RecordedPass:
-        """Return a pass to record: `num_elements` of inputs, about `num_bytes` of memory."""
+    def begin_recording(self, num_elements: int, *, observed: ObservedMemory) -> RecordedPass:
+        """Return a pass to record, of `num_elements` of inputs."""
         self._most_elements = max(self._most_elements, num_elements)
-        self.device.begin_recordings(num_bytes=num_bytes)
-        return RecordedPass(self.device)
+        self.device.begin_recordings(num_bytes=observed.pass_bytes)
+        return RecordedPass(self.device, places_gradients=observed.places_gradients)
 
     def remove(self, key: Any) -> None:
         """Destroy the graphs of one form."""

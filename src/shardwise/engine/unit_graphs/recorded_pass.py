@@ -47,8 +47,9 @@ class RecordedPass:
     num_computed   backwards that were computed again instead of replayed
     """
 
-    def __init__(self, device: GraphDevice) -> None:
+    def __init__(self, device: GraphDevice, *, places_gradients: bool) -> None:
         self.device = device
+        self._places_gradients = places_gradients
         self.calls: list[RecordedCall] = []
         self.is_recording = True
         self.failed = ""
@@ -208,11 +209,11 @@ class RecordedPass:
         return True
 
     def gradient(self, name: str, num_elements: int, *, dtype: torch.dtype) -> Tensor | None:
-        """Return graph memory for an averaged gradient; None if later graphs of this pass might write there.
-
-        It takes the memory of activations that backward has freed: graphs keep theirs from step to step, and ordinary
-        memory for gradients would come on top of it.
+        """Return graph memory for an averaged gradient; None if it lies elsewhere (program/gradient_place.py), or if
+        later graphs of this pass might write there.
         """
+        if not self._places_gradients:
+            return None
         found = self._gradients.get(name)
         if found is None:
             if not self.is_recording:

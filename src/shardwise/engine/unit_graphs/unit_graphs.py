@@ -110,12 +110,14 @@ class UnitGraphs:
         begins, evaluates = partial(self._begin, True), partial(self._begin, False, True)
         core.events.pass_begins.append(begins)
         core.events.evaluation_begins.append(evaluates)
+        core.events.last_backward_begins.append(self._begin_backward)
 
         def detach() -> None:
             hook.remove()
             core.setting.gradient_memory.places = None
             core.events.pass_begins.remove(begins)
             core.events.evaluation_begins.remove(evaluates)
+            core.events.last_backward_begins.remove(self._begin_backward)
             self.release()
             self._leave_slots()
 
@@ -195,7 +197,7 @@ class UnitGraphs:
             return
         self._take_slots()
         if key not in self._observed:
-            self._observed[key] = ObservedMemory()
+            self._observed[key] = ObservedMemory(begin_bytes=self.arenas.all[0].device.allocated_bytes())
             self._mode = _OBSERVED
         else:
             self._start_recording(key)
@@ -222,6 +224,10 @@ class UnitGraphs:
         assert self._arena.current is not None
         return self._arena.current.gradient(name, num_elements, dtype=dtype)
 
+    def _begin_backward(self) -> None:
+        if self._mode == _OBSERVED:
+            self._observed[self._key].begin_backward(self.arenas.all[0].device.allocated_bytes())
+
     def _count(self, key: Any) -> None:
         if len(self._seen) >= _MOST_COUNTED:
             self._seen.clear()
@@ -241,7 +247,7 @@ class UnitGraphs:
             announce(self._core.events.streams_meet)
             self._leave_memory()
             self._leave_memory = None
-        recorded = arena.begin_recording(_elements(key), num_bytes=self._observed[key].pass_bytes)
+        recorded = arena.begin_recording(_elements(key), observed=self._observed[key])
         self._start(arena, recorded, _RECORDED)
 
     def _start(self, arena: Arena, recorded: RecordedPass, mode: int) -> None:

@@ -10,11 +10,15 @@ from dataclasses import dataclass, field
 
 from shardwise.planner.memory.column_sum import ColumnSum
 from shardwise.planner.memory.replay import Change, MemoryChange, MemoryRow, MoveSaved, Recategorize, TakeGrads
+from shardwise.program.gradient_place import places_gradients
 from shardwise.spec.law import Line
-from shardwise.spec.step import IN_UNIT, Act, StorageEvent, What
+from shardwise.spec.step import BEFORE_BACKWARD, IN_UNIT, Act, StorageEvent, What
 
 UNIT_GRAPHS = "unit graphs"
 """The stream of the pool in which CUDA graphs of units have their tensors."""
+
+GRADIENTS = "gradients"
+"""The stream of averaged gradients that lie in the pool of units' graphs, or in ordinary memory."""
 
 SLOTS = "slots"
 """The stream of the memory in which units that are CUDA graphs are gathered."""
@@ -23,23 +27,43 @@ AllocationEntry = tuple[int, Line | ColumnSum | None, str]
 """(slot, size, stream) of an allocation; (slot, None, "") of a release."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassMemory:
+    """Bytes of a pass whose units are graphs; `loss`: what backward needs and no unit keeps."""
+
+    activations: int
+    loss: int
+    gradients: int
+    num_units: int
+
+    @property
+    def places_gradients(self) -> bool:
+        return places_gradients(self.activations, loss=self.loss, gradients=self.gradients)
+
+    def graph_bytes(self, *, with_gradients: bool) -> int:
+        """Return what is reserved in one piece for the graphs (engine/unit_graphs/arena.py)."""
+        gradients = self.gradients if with_gradients else 0
+        return max(self.activations, gradients) + self.activations // max(self.num_units, 1)
+
+
 @dataclass(slots=True)
 class Ledger:
     """The entries of a step without the optimizer's state; `update_at` is the position of the update.
 
-    `first_grad_at`: position after the first gradient of a parameter, usually from the first product of backward.
-    `graph_units`: what these units compute lies in a pool of its own; `gradients_in_graphs`: averaged gradients do,
-    too.
+    `first_grad_at`: position after the first gradient of a parameter, usually from the first product of backward;
+    `backward_at`: that of its beginning. `graph_units`: what these units compute lies in a pool of its own;
+    `gradients_apart`: averaged gradients have a stream of their own.
     """
 
     seq: int | None
     grads_leave_at_once: bool
     graph_units: frozenset[str] = frozenset()
-    gradients_in_graphs: bool = False
+    gradients_apart: bool = False
     entries: list[AllocationEntry] = field(default_factory=list)
     update_at: int = 0
     first_grad_at: int = 0
-    # Sizes of averaged gradients in the memory of graphs.
+    backward_at: int = 0
+    # Sizes of averaged gradients with a stream of their own.
     gradients: list[Line | ColumnSum] = field(default_factory=list)
     _num_slots: int = 0
     # Of the model's storages at this point.
@@ -56,6 +80,8 @@ class Ledger:
         for row in rows:
             if row.label.startswith("after step"):
                 self.update_at = len(self.entries)
+            if row.label.startswith(BEFORE_BACKWARD) and not self.backward_at:
+                self.backward_at = len(self.entries)
             for change in row.changes:
                 self._change(change)
             if row.peak is not None:
@@ -70,16 +96,20 @@ class Ledger:
         first, update = self.first_grad_at, self.update_at
         return self.entries[:first], self.entries[first:update], self.entries[update:]
 
-    def graph_bytes(self, batch: int) -> int:
-        """Return the memory that is reserved in one piece for the graphs of a pass (engine/unit_graphs/arena.py)."""
-        live: dict[int, int] = {}
-        for slot, size, stream in self.entries[: self.first_grad_at]:
+    def pass_memory(self, batch: int) -> "PassMemory":
+        """Return what there is when backward begins (engine/unit_graphs/arena.py observes it)."""
+        live: dict[int, tuple[str, int]] = {}
+        for slot, size, stream in self.entries[: self.backward_at]:
             if size is None:
                 live.pop(slot, None)
-            elif stream == UNIT_GRAPHS:
-                live[slot] = size.at(batch)
-        activations, gradients = sum(live.values()), sum(size.at(batch) for size in self.gradients)
-        return max(activations, gradients) + activations // max(len(self.graph_units), 1)
+            else:
+                live[slot] = stream, size.at(batch)
+        return PassMemory(
+            activations=sum(size for stream, size in live.values() if stream == UNIT_GRAPHS),
+            loss=sum(size for stream, size in live.values() if not stream),
+            gradients=sum(size.at(batch) for size in self.gradients),
+            num_units=len(self.graph_units),
+        )
 
     def _allocate(self, size: Line | ColumnSum, *, stream: str = "") -> int:
         self._num_slots += 1
@@ -100,13 +130,13 @@ class Ledger:
             if held:
                 slots = held.popleft()
                 self._buffers[change.after, change.num_bytes, 0].append(slots)
-                if change.after == "grads" and self.gradients_in_graphs:
-                    self._move_to_graphs(slots)
+                if change.after == "grads" and self.gradients_apart:
+                    self._move_apart(slots)
         elif change.const > 0 or change.per_sample > 0:
             sizes = [Line(piece, 0) for piece in change.pieces] or [Line(change.const, change.per_sample)]
             stream = self._stream_of(change)
             slots = [self._allocate(size, stream=stream) for size in sizes]
-            if stream == UNIT_GRAPHS:
+            if stream == GRADIENTS:
                 self.gradients += sizes
             self._buffers[change.category, change.const, change.per_sample].append(slots)
         elif change.const or change.per_sample:
@@ -126,13 +156,13 @@ class Ledger:
     def _stream_of(self, change: Change) -> str:
         if change.category == "gathered" and self.graph_units:
             return SLOTS
-        return UNIT_GRAPHS if change.category == "grads" and self.gradients_in_graphs else change.stream
+        return GRADIENTS if change.category == "grads" and self.gradients_apart else change.stream
 
-    def _move_to_graphs(self, slots: Sequence[int]) -> None:
-        """Have buffers that become gradients in the memory of graphs, from their allocation on."""
+    def _move_apart(self, slots: Sequence[int]) -> None:
+        """Have buffers that become gradients where these lie, from their allocation on."""
         for number, (slot, size, _) in enumerate(self.entries):
             if slot in slots and size is not None:
-                self.entries[number] = (slot, size, UNIT_GRAPHS)
+                self.entries[number] = (slot, size, GRADIENTS)
                 self.gradients.append(size)
 
     def _zero_grad(self) -> None:

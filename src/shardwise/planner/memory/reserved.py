@@ -12,16 +12,16 @@ prepared; ordinary steps reuse that. Captured steps do not: the allocator gives 
 Captured steps have their own pool, in which the optimizer's state is allocated too (engine/captured/step_memory.py).
 What exists before the first step, and what is kept for graphs, is outside the pool.
 
-Where units are CUDA graphs (capture = 'units'), what they compute has its own pool, which averaged gradients use as
-well unless they are accumulated over several passes; gathered units have a pool of their own.
+Where units are CUDA graphs (capture = 'units'), what they compute has its own pool, which averaged gradients may use as
+well (program/gradient_place.py) unless they are accumulated over several passes; gathered units have one of their own.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from shardwise.planner.job import Job
-from shardwise.planner.memory.allocations import UNIT_GRAPHS, AllocationEntry
+from shardwise.planner.memory.allocations import GRADIENTS, UNIT_GRAPHS, AllocationEntry
 from shardwise.planner.memory.allocator import SMALL_BYTES, SMALL_SEGMENT_BYTES, CachingAllocator, MemoryBlock
 from shardwise.vocabulary.categories import CATEGORIES
 
@@ -54,23 +54,28 @@ def reserve(job: Job, *, batch: int, limit_bytes: int | None = None, made_on_dev
     """Run a job at one batch on a device with `limit_bytes` for tensors; `made_on_device` as for `estimate`."""
     *shorter, longer = reserved_jobs(job)
     more = len(job.spec.units) - len(longer.short.spec.units)
+    in_graphs = job.plan.captures_units and job.unshortened.ledger.pass_memory(batch).places_gradients
+    run = partial(_run, batch=batch, in_graphs=in_graphs, made_on_device=made_on_device)
     if not shorter:
-        return _run(longer, batch=batch, limit_bytes=limit_bytes, made_on_device=made_on_device)
+        return run(longer, limit_bytes=limit_bytes)
     short = shorter[0]
-    at_short, at_longer = (_run(one, batch=batch, made_on_device=made_on_device) for one in (short, longer))
+    at_short, at_longer = run(short), run(longer)
     num_units = len(longer.short.spec.units) - len(short.short.spec.units)
     each = (at_longer.reserved_bytes - at_short.reserved_bytes) / num_units
     reserved = round(at_longer.reserved_bytes + more * each)
     if limit_bytes is not None and reserved > limit_bytes:
         # The limit for the cut model: the units that it lacks need their part.
         left = limit_bytes - round(more * each)
-        limited = _run(longer, batch=batch, limit_bytes=max(left, 0), made_on_device=made_on_device)
+        limited = run(longer, limit_bytes=max(left, 0))
         reserved = limited.reserved_bytes + round(more * each)
     return Reserved(reserved_bytes=reserved, slack_bytes=at_longer.slack_bytes)
 
 
-def _run(job: Job, *, batch: int, limit_bytes: int | None = None, made_on_device: bool = False) -> Reserved:
-    run = _Run(batch, limit_bytes=limit_bytes)
+def _run(
+    job: Job, *, batch: int, in_graphs: bool, limit_bytes: int | None = None, made_on_device: bool = False
+) -> Reserved:
+    """Run a job; `in_graphs`: averaged gradients lie in the memory of graphs."""
+    run = _Run(batch, gradients_in=UNIT_GRAPHS if in_graphs else "", limit_bytes=limit_bytes)
     made = {}
     if made_on_device and not job.plan.captures:
         sizes = [param.num_bytes for unit in job.short.spec.units for param in unit.params]
@@ -83,7 +88,7 @@ def _run(job: Job, *, batch: int, limit_bytes: int | None = None, made_on_device
         run.allocate_moments(job)
         for _ in ("forward", "backward"):
             run.allocate(job.rules.workspace_bytes // 2)
-        num_bytes = job.ledger.graph_bytes(batch)
+        num_bytes = job.ledger.pass_memory(batch).graph_bytes(with_gradients=in_graphs)
         run.free_all({0: (run.allocate(num_bytes, UNIT_GRAPHS), num_bytes)})
     else:
         _first_step(run, job)
@@ -136,8 +141,9 @@ def _sizes_before(job: Job, *, batch: int) -> list[int]:
 class _Run:
     """A run of the allocator. Small allocations are only counted: they share segments and leave few gaps."""
 
-    def __init__(self, batch: int, *, limit_bytes: int | None) -> None:
+    def __init__(self, batch: int, *, gradients_in: str, limit_bytes: int | None) -> None:
         self.batch = batch
+        self._gradients_in = gradients_in
         self.allocator = CachingAllocator(limit_bytes=limit_bytes)
         self.small = self.most_small = 0
         self.requested = self.peak = self.slack_at_peak = 0
@@ -162,8 +168,11 @@ class _Run:
 
     def sized(self, entries: Sequence[AllocationEntry]) -> list[SizedEntry]:
         """Return entries with their sizes at this batch."""
-        batch = self.batch
-        return [(slot, None if size is None else size.at(batch), stream) for slot, size, stream in entries]
+        batch, of_gradients = self.batch, self._gradients_in
+        return [
+            (slot, None if size is None else size.at(batch), of_gradients if stream == GRADIENTS else stream)
+            for slot, size, stream in entries
+        ]
 
     def replay(self, entries: Sequence[SizedEntry], held: HeldBlocks) -> HeldBlocks:
         """Run entries of a step, starting with the blocks that earlier ones hold; return those held afterwards."""
