@@ -1,8 +1,9 @@
 """The process groups of a mesh.
 
-Gathers have a group of their own. A group's collectives run in the order in which they were issued, so in a shared
-group a gather that is needed now would wait behind a reduce that is not. Nothing waits like that for the other
-collectives: those over all ranks use the job's own group, and on a GPU save a communicator's memory each.
+Gathers and reduces use separate groups over the same ranks. A group's collectives run in the order in which they were
+issued, so in a shared group a gather that is needed now would wait behind a reduce that is not. Neither is the job's own
+group: what a model communicates by itself (SyncBatchNorm) has another place among them on a rank that skips a unit. What
+is issued between forward and backward, or after them, shares that one: on a GPU each group costs memory.
 """
 
 from collections.abc import Sequence
@@ -37,9 +38,10 @@ class MeshGroups:
     """The groups of one rank of a mesh.
 
     gather        over the shard axis, for parameters
-    reduce        over the shard axis, for gradients that are sharded; `reduce_world` where that is all ranks
+    reduce        over the shard axis, for gradients that are sharded
     replicate     over the replicate axis, for slices of gradients
-    reduce_world  over all ranks, for gradients that are replicated, and for broadcasts
+    reduce_world  over all ranks, for gradients that are replicated; `reduce` where that is all ranks
+    world         the job's own, for flags and broadcasts
     """
 
     mesh: Mesh
@@ -47,11 +49,18 @@ class MeshGroups:
     reduce: Group
     replicate: Group
     reduce_world: Group
+    world: Group
 
     def by_name(self) -> dict[str, Group]:
         """Return the groups that differ."""
-        reduce = {} if self.reduce is self.reduce_world else {"reduce": self.reduce}
-        return {"gather": self.gather, **reduce, "replicate": self.replicate, "world": self.reduce_world}
+        replicated = {} if self.reduce is self.reduce_world else {"reduce_world": self.reduce_world}
+        return {
+            "gather": self.gather,
+            "reduce": self.reduce,
+            "replicate": self.replicate,
+            **replicated,
+            "world": self.world,
+        }
 
 
 _MADE: dict[Mesh, MeshGroups] = {}
@@ -86,14 +95,16 @@ def _make_groups(mesh: Mesh) -> MeshGroups:
     mesh.check_ranks(num_ranks)
     shards = [mesh.shard_group(first) for first in range(0, num_ranks, mesh.shard)]
     replicas = [mesh.replicate_group(first) for first in range(mesh.shard)]
-    assert dist.group.WORLD is not None
-    world = Group(handle=dist.group.WORLD, ranks=tuple(range(num_ranks)), index=dist.get_rank())
+    everyone, world = tuple(range(num_ranks)), dist.group.WORLD
+    assert world is not None
+    reduce = _own_group(shards)
     return MeshGroups(
         mesh=mesh,
         gather=_own_group(shards),
-        reduce=world if mesh.replicate == 1 else _own_group(shards),
+        reduce=reduce,
         replicate=_own_group(replicas),
-        reduce_world=world,
+        reduce_world=reduce if mesh.replicate == 1 else _own_group([everyone]),
+        world=Group(handle=world, ranks=everyone, index=dist.get_rank()),
     )
 
 

@@ -14,13 +14,12 @@ def write_records_of(engine: Engine) -> None:
 def last_issued(engine: Engine) -> LastIssued:
     """Return the collectives issued and upcoming. Only reads: the main thread may be stuck anywhere."""
     core = engine.core
+    groups = engine.groups.by_name()
     program: dict[str, list[str]] = {}
     for operation in core.program.operations():
         group = _GROUPS.get(operation.kind, "")
-        if operation.kind is Kind.REDUCE and (
-            engine.groups.reduce is engine.groups.reduce_world or not core.buckets[operation.subject].sharded
-        ):
-            group = "world"
+        if operation.kind is Kind.REDUCE and not core.buckets[operation.subject].sharded:
+            group = "reduce_world" if "reduce_world" in groups else "reduce"
         if group:
             program.setdefault(group, []).append(str(operation))
     # Until the first step is over the program is a guess.

@@ -176,7 +176,7 @@ def _engine(
     weights: Mapping[str, Tensor] | None,
 ) -> Engine:
     """Give the model its buffers and its core, and attach the other parts to the core."""
-    broadcast_carried(model, device=setting.device, group=setting.groups.reduce_world.handle)
+    broadcast_carried(model, device=setting.device, group=setting.groups.world.handle)
     guard_units(setting.events)
     core, places = make_core(model, setting=setting, weights=weights, on_filled=follow_carried)
     owned = OwnedParameters(core, any_optimizer=any_optimizer)

@@ -32,7 +32,7 @@ class EngineModel:
                            not call, and, if parameters are sharded, a unit with early gradients waits for its turn
     grads_leave_at_once    each gradient is freed as soon as autograd has accumulated it
     autocasts              parameters stay in the optimizer's dtype, and autocast copies them
-    gathers_apart          gathers have a communicator of their own
+    has_own_groups         gathers have a communicator of their own, and other collectives one
     error_band             error band of memory predictions: the goal, until validation replaces it
     """
 
@@ -43,7 +43,7 @@ class EngineModel:
     keeps_program_order: bool = False
     grads_leave_at_once: bool = False
     autocasts: bool = False
-    gathers_apart: bool = False
+    has_own_groups: bool = False
     error_band: float
 
 
@@ -54,7 +54,7 @@ _MODELS = (
         memory=OurMemory,
         overhead=OVERHEADS["shardwise"],
         keeps_program_order=True,
-        gathers_apart=True,
+        has_own_groups=True,
         error_band=0.03,
     ),
     EngineModel(

@@ -110,4 +110,5 @@ def groups_of(mesh: Mesh, *, rank: int) -> MeshGroups:
         reduce=group(mesh.shard_group(rank)),
         replicate=group(mesh.replicate_group(rank)),
         reduce_world=group(tuple(range(mesh.num_ranks))),
+        world=group(tuple(range(mesh.num_ranks))),
     )

@@ -244,7 +244,7 @@ class RecordedStep:
         if self._sent or not self._guarded:
             return
         self._sent = True
-        group = self._recorder.engine.groups.reduce_world
+        group = self._recorder.engine.groups.world
         side = self._recorder._side
         with torch.cuda.stream(self._recorder.stream), torch.no_grad():
             work = dist.all_reduce(self._flag, group=group.handle, async_op=True) if group.size > 1 else None

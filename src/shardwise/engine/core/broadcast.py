@@ -38,7 +38,7 @@ def fill(
     places = {id(p): (flat, index) for flat in flats for index, p in enumerate(flat.params)}
     real: dict[int, Tensor] = {}
     filled: set[int] = set()
-    everyone = groups.reduce_world.handle
+    everyone = groups.world.handle
     given = GivenWeights(model, weights or {})
     for path, module in model.named_modules():
         before = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
@@ -113,7 +113,7 @@ class GivenWeights:
 
 def broadcast_buffers(model: nn.Module, *, setting: CoreSetting) -> None:
     """Take buffers that training changes from the rank whose buffers count, with one collective per dtype."""
-    group, source = setting.groups.reduce_world, setting.passes.source
+    group, source = setting.groups.world, setting.passes.source
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for module in model.modules():
         for name, buffer in module._buffers.items():

@@ -68,8 +68,8 @@ class UsedFlags:
     def start(self) -> None:
         """Sum the flags over the ranks."""
         self._write()
-        self.groups.reduce_world.log.name = self._name
-        self.work = self.collectives.all_reduce(self.flags, group=self.groups.reduce_world)
+        self.groups.world.log.name = self._name
+        self.work = self.collectives.all_reduce(self.flags, group=self.groups.world)
         self.tape.record(Kind.REDUCE_FLAGS, ROOT, lambda: self.flags.nbytes)
 
     def start_locally(self) -> None:

@@ -62,7 +62,7 @@ class SameOrder:
         # Failures in this step, by rank.
         self._failures: dict[int, str] = {}
         self._logs = {name: group.log for name, group in groups.by_name().items()}
-        world = groups.reduce_world
+        world = groups.world
         # With absent ranks (a rehearsal) nothing is summed.
         compares = world.size > 1 and dist.is_initialized() and dist.get_backend() != "fake"
         self._coefficient = coefficient(world.index, num_ranks=world.size) if compares else 0

@@ -76,7 +76,7 @@ class StepGuard(NoGuard):
 
     def begin(self) -> None:
         self._start = StepStart(self._model, self._engine)
-        self._num_before = num_collectives()
+        self._num_before = self._num_of_others()
 
     def run(self, one_pass: Callable[[], Tensor]) -> Tensor | None:
         """Run a forward and its backward; after this rank has run out of memory, take part in those of the others."""
@@ -106,11 +106,15 @@ class StepGuard(NoGuard):
         engine.core.passes.failed = ""
         if not failures:
             was_learned = self._start is not None and self._start.learned
-            self._num_foreign = num_collectives() - self._num_before if was_learned else 0
+            self._num_foreign = self._num_of_others() - self._num_before if was_learned else 0
             return
         assert self._start is not None
         self._start.undo()
         raise StepUndone(failures)
+
+    def _num_of_others(self) -> int:
+        """Return the number of collectives in the job's group that are not the engine's."""
+        return num_collectives() - self._engine.groups.world.log.num_noted
 
     def drop(self) -> None:
         """Undo a step in which no rank has failed, instead of its update: it was a rehearsal."""

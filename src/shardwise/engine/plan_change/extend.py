@@ -192,7 +192,7 @@ class _Extension:
         flat = self._make(spec, unit=unit)
         for index, parameter in enumerate(flat.params):
             value = parameter.detach().to(self._engine.device).contiguous()
-            dist.broadcast(value, src=0, group=self._engine.groups.reduce_world.handle)
+            dist.broadcast(value, src=0, group=self._engine.groups.world.handle)
             flat.fill(index, value)
         self._take_in(flat)
         return flat

@@ -22,7 +22,7 @@ def test_where_nothing_else_fits_modules_compute_in_tiles() -> None:
     # On one device all strategies hold about the same: one of them is a fifth of the search.
     ample = AutoRequest(plan=PLAN, cluster=cluster_of("1xh200"), rows=("fsdp",))
     assert not solve_plan(spec_for, request=ample).candidate.plan.tile
-    request = replace(ample, budget_bytes=round(1.6 * 2**30))
+    request = replace(ample, budget_bytes=round(2.0 * 2**30))
     costs = costs_of(spec_for, request=request)
     with pytest.raises(NoPlanFits):
         solve_for(costs, request=request)
