@@ -14,12 +14,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shardwise.errors import InvalidModel
+from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.files.hub_cache import config_folder
 from shardwise.models.catalogue import shape_of
 from shardwise.models.shapes import GPTShape, LlamaShape, TokenShape
 from shardwise.models.transformers_shapes import TRANSFORMERS_SHAPES
 from shardwise.plan import Plan
+from shardwise.plan.policy import AUTO_UNITS
 from shardwise.planner.memory.peak import computes_in
 from shardwise.planner.ways import fp8_traces, traced_ways
 from shardwise.program.fp8_layers import fp8_weight_names
@@ -53,6 +54,7 @@ class Source:
     adaptation   LoRA or QLoRA instead of training all parameters
     tile      modules that compute in tiles of so many tokens, as in a plan
     fp8       weights that are multiplied in fp8, as in a plan
+    units     the policy by which the model is cut, as in a plan; only `auto` has traces that come with the package
     loss      of a model that reads tokens (spec/losses.py): lean, which `shardwise train` uses, for catalogue models;
               for others their own, which is the usual one
     """
@@ -68,6 +70,7 @@ class Source:
         adaptation: Adaptation | None = None,
         tile: Mapping[str, int] | None = None,
         fp8: frozenset[str] = frozenset(),
+        units: str = AUTO_UNITS,
         while_tracing: Callable[[str], AbstractContextManager[object]] = lambda name: nullcontext(),
     ) -> None:
         self.reference = model if isinstance(model, str) else type(model.model).__name__
@@ -75,8 +78,8 @@ class Source:
         if adaptation is not None and self.reference.startswith(("params:", "python:")):
             raise InvalidModel(f"{self.reference}: --lora is for models by name; a python: task adds its own adapters")
         self._while_tracing = while_tracing
-        self._tile, self._fp8 = tile or {}, fp8
-        # The same model with tiled modules, or with layers in fp8.
+        self._tile, self._fp8, self._units = tile or {}, fp8, units
+        # The same model in other units, with tiled modules, or with layers in fp8.
         self._changed: dict[object, Source] = {}
         self._task: Task | None = None if isinstance(model, str) else model
         # A task of the caller's is traced in any case: it has no reference by which it could be found again.
@@ -95,12 +98,16 @@ class Source:
     def spec_for(self, plan: Plan) -> ModelSpec:
         """Return the spec, with the traces that `plan` needs."""
         if self.reference.startswith("params:"):
+            if plan.units != AUTO_UNITS:
+                raise InvalidPlan(f"units = {plan.units!r}: {self.reference} has no modules to cut")
             return self._spec
+        if plan.units != self._units:
+            return self._changed_to(units=plan.units).spec_for(plan)
         if plan.tile and not self._tile:
-            return self._with_changes(plan.tile, tile=plan.tile, fp8=self._fp8).spec_for(plan)
+            return self._changed_to(units=self._units, tile=plan.tile, fp8=self._fp8).spec_for(plan)
         layers = fp8_weight_names(self._spec, plan=plan)
         if layers and not self._fp8:
-            return self._with_changes(layers, tile=self._tile, fp8=layers).spec_for(plan)
+            return self._changed_to(units=self._units, tile=self._tile, fp8=layers).spec_for(plan)
         way = computes_in(self._spec, plan=plan)
         ways = [(way, how) for how in traced_ways(self._spec, plan=plan)] + fp8_traces(self._spec, plan=plan)
         missing = [(way, how) for way, how in ways if self._spec.trace(computes_in=way, recompute=how) is None]
@@ -113,8 +120,11 @@ class Source:
             self._with_loss = self._spec, with_loss(self._spec, loss=self.loss, is_lean=self.has_lean_loss)
         return self._with_loss[1]
 
-    def _with_changes(self, key: object, *, tile: Mapping[str, int], fp8: frozenset[str]) -> "Source":
-        """Return the same model with modules that are tiled or multiply in fp8."""
+    def _changed_to(
+        self, *, units: str, tile: Mapping[str, int] | None = None, fp8: frozenset[str] = frozenset()
+    ) -> "Source":
+        """Return the same model in other units, or with modules that are tiled or multiply in fp8."""
+        key = units, frozenset((tile or {}).items()), fp8
         if key not in self._changed:
             self._changed[key] = Source(
                 self._task if self._is_given and self._task is not None else self.reference,
@@ -125,6 +135,7 @@ class Source:
                 adaptation=self._adaptation,
                 tile=tile,
                 fp8=fp8,
+                units=units,
                 while_tracing=self._while_tracing,
             )
         return self._changed[key]
@@ -168,8 +179,8 @@ class Source:
         return self._live([])
 
     def _is_plain(self) -> bool:
-        """Return whether the model is asked for by name, without adapters or tiles, and for a GPU."""
-        is_changed = self._adaptation is not None or bool(self._tile)
+        """Return whether the model is asked for by name, without adapters, tiles or other units, and for a GPU."""
+        is_changed = self._adaptation is not None or bool(self._tile) or self._units != AUTO_UNITS
         return not self._is_given and not is_changed and self._kernels == "cuda"
 
     def _is_ready(self) -> bool:
@@ -217,6 +228,7 @@ class Source:
                 adaptation=self._adaptation,
                 tile=self._tile,
                 fp8=self._fp8,
+                units=self._units,
                 of_transformers=self.reference in TRANSFORMERS_SHAPES,
             )
         traced = kept_spec(key)
@@ -247,7 +259,14 @@ class Source:
                 check_tiles(self._task.model, tile=self._tile, units=())
                 undo = tile_modules(self._task.model, tile=self._tile, verifies=False)
             try:
-                return trace_task(self._task, name=self.reference, ways=ways, kernels=self._kernels, fp8=self._fp8)
+                return trace_task(
+                    self._task,
+                    name=self.reference,
+                    ways=ways,
+                    kernels=self._kernels,
+                    fp8=self._fp8,
+                    policy=self._units,
+                )
             finally:
                 for one in reversed(undo):
                     one()

@@ -77,12 +77,12 @@ def task_of(name: str, *, device: str) -> Task:
 
 
 @cache
-def spec_of(name: str, precision: str, recompute: str, tile: Patterns[int]) -> ModelSpec:
+def spec_of(name: str, precision: str, recompute: str, tile: Patterns[int], units: str) -> ModelSpec:
     """Traced as it is, and as it is recomputed."""
     task = task_of(name, device="meta")
     tile_modules(task.model, tile=tile, verifies=False)
     ways = [Way(computes_in=precision, recompute=how, device="cpu") for how in dict.fromkeys(("none", recompute))]
-    return trace_model(task.model, loss=task.loss, make_batch=task.make_batch, name=name, ways=ways)
+    return trace_model(task.model, loss=task.loss, make_batch=task.make_batch, name=name, policy=units, ways=ways)
 
 
 def spec_in_fp8(name: str, plan: Plan) -> ModelSpec:
@@ -130,7 +130,7 @@ def predict(name: str, plan: Plan, *, num_ranks: int) -> MemoryEstimate:
     if plan.has_fp8:
         spec = spec_in_fp8(name, plan)
     else:
-        spec = spec_of(name, plan.precision, plan.recompute, Patterns(plan.tile))
+        spec = spec_of(name, plan.precision, plan.recompute, Patterns(plan.tile), plan.units)
     return estimate(
         spec,
         plan=plan,
@@ -195,6 +195,11 @@ def test_and_with_recomputation(name: str, recompute: str) -> None:
 @pytest.mark.parametrize("plan", [Plan(recompute="full"), *whole(Plan(strategy="ddp"), Plan())])
 def test_and_of_modules_in_tiles(plan: Plan) -> None:
     check("gpt", [replace(plan, tile={"*.feed_forward": 8})], num_ranks=2)
+
+
+@pytest.mark.parametrize("units", ["leaf", *whole("none", "blocks", "class:Block + head", "min-params:20000")])
+def test_and_where_the_model_is_cut_otherwise(units: str) -> None:
+    check("llama", [Plan(strategy=strategy, units=units) for strategy in ("zero2", "fsdp")], num_ranks=2)
 
 
 def test_and_where_units_differ() -> None:

@@ -5,12 +5,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from shardwise.cli.shared_options import AsJson
+from shardwise.cli.shared_options import AsJson, Units
+from shardwise.cli.terminal import status_line
 from shardwise.errors import InvalidPlan, UnknownName
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import STRATEGIES, resolve_strategy
+from shardwise.plan.policy import AUTO_UNITS
 
 if TYPE_CHECKING:
+    from shardwise.plan import Plan
     from shardwise.spec import ModelSpec
 
 
@@ -19,6 +22,7 @@ def explain(
     ranks: Annotated[int, Option(help="Number of ranks.")] = 4,
     replicate: Annotated[int, Option(help="Groups of ranks that each hold all slices (hybrid sharding).")] = 1,
     model: Annotated[str | None, Option(help="A model of the catalogue (default: three equal blocks).")] = None,
+    units: Units = AUTO_UNITS,
     prefetch: Annotated[int, Option(help="Units gathered ahead of the one that computes.")] = 1,
     ring: Annotated[bool, Option("--ring", help="The ring all-reduce, chunk by chunk.")] = False,
     as_json: AsJson = False,
@@ -49,7 +53,8 @@ def explain(
 
     mesh = Mesh(replicate=replicate, shard=ranks // replicate)
     drawn = explain_as_data if as_json else explain_step
-    _show(drawn(_spec(model), plan=Plan(strategy=strategy, mesh=mesh, prefetch=prefetch)))
+    plan = Plan(strategy=strategy, mesh=mesh, units=units, prefetch=prefetch)
+    _show(drawn(_spec(model, plan=plan), plan=plan))
 
 
 def _explain_file(path: str, *, model: str | None, ranks: int, as_json: bool) -> None:
@@ -62,17 +67,22 @@ def _explain_file(path: str, *, model: str | None, ranks: int, as_json: bool) ->
     if model is None and any(one is not True and one for one in per_unit):
         raise InvalidPlan(f"{path} names single units: give their model with --model")
     drawn = plan_as_data if as_json else explain_plan
-    _show(drawn(_spec(model), plan=plan, num_ranks=plan.mesh.num_ranks if plan.mesh is not None else ranks))
+    _show(drawn(_spec(model, plan=plan), plan=plan, num_ranks=plan.mesh.num_ranks if plan.mesh is not None else ranks))
 
 
-def _spec(model: str | None) -> "ModelSpec":
+def _spec(model: str | None, *, plan: "Plan") -> "ModelSpec":
     from shardwise.models.catalogue import shape_of
     from shardwise.report.text.step_picture import picture_model
+    from shardwise.sources import Source
     from shardwise.spec.shipped import ready_spec
 
+    if model is None and plan.units != AUTO_UNITS:
+        raise InvalidPlan(f"units = {plan.units!r}: name the model that is cut with --model")
     if model is None:
         return picture_model()
     shape_of(model)  # Raises an error that suggests similar names.
+    if plan.units != AUTO_UNITS:
+        return Source(model, while_tracing=lambda name: status_line(f"Tracing {name} …")).spec_for(plan)
     spec = ready_spec(model, ways=())
     assert spec is not None
     return spec

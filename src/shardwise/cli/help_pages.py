@@ -48,8 +48,17 @@ OPTIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
         "Plan (what is not given is chosen)": (
             *("--strategy", "--goal", "--budget", "--host-memory", "--offload", "--micro-batch", "--accumulate"),
-            *("--accumulate-reduced", "--mesh", "--precision", "--reduce-dtype", "--recompute", "--tile", "--compile"),
-            *("--update", "--capture", "--overlap"),
+            *(
+                "--accumulate-reduced",
+                "--mesh",
+                "--units",
+                "--precision",
+                "--reduce-dtype",
+                "--recompute",
+                "--tile",
+                "--compile",
+            ),
+            *("--compile", "--update", "--capture", "--overlap"),
         ),
         "Engine, kernels and measured devices": (
             *("--engine", "--like", "--devices", "--here", "--software", "--attention", "--matmul", "--norms"),

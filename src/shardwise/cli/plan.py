@@ -29,8 +29,10 @@ from shardwise.cli.shared_options import (
     Quantize,
     SampleLength,
     SavedPlan,
+    Units,
 )
 from shardwise.errors import InvalidPlan
+from shardwise.plan.policy import AUTO_UNITS
 from shardwise.spec.adaptation import adaptation_of
 from shardwise.vocabulary.quantities import byte_count
 
@@ -50,6 +52,7 @@ def plan(
     accumulate_reduced: flags.AccumulateReduced = None,
     update: flags.Update = "step",
     mesh: flags.MeshShape = None,
+    units: Units = AUTO_UNITS,
     reduce_dtype: flags.ReduceDtype = None,
     budget: flags.Budget = None,
     host_memory: flags.HostMemory = None,
@@ -122,6 +125,7 @@ def plan(
         accumulate_reduced=chosen.accumulate_reduced,
         update=update,
         mesh=parse_mesh(mesh) or hybrid_mesh(chosen.strategy, cluster=where),
+        units=units,
         precision=precision,
         reduce_dtype=chosen.reduce_dtype,
         tile=chosen.tile,

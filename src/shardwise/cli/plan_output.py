@@ -5,6 +5,7 @@ from typing import Any
 
 from shardwise.cli.plan_answer import PlanAnswer
 from shardwise.hardware.software import CURRENT
+from shardwise.plan.policy import AUTO_UNITS
 from shardwise.planner.memory.states import needs_whole_matrices
 from shardwise.planner.search.candidates import Candidate
 from shardwise.planner.time.host_link import PINNED_BYTES_PER_S
@@ -74,9 +75,10 @@ def _heading(shown: PlanAnswer) -> str:
     seq = f", {first.seq} tokens per sample{default}" if first.seq else ""
     room = f" ({fixed_text(capacity, unit=GIB)} each)" if capacity else ""
     loss = f", {source.loss} loss" if source.has_other_loss else ""
+    units = f", units {plan.units}" if plan.units != AUTO_UNITS else ""
     return (
         f"{source.reference} on {first.cluster}{room}: {plan.precision}, recompute "
-        f"{plan.recompute}{seq}, engine {plan.engine}{loss}"
+        f"{plan.recompute}{seq}{units}, engine {plan.engine}{loss}"
     )
 
 

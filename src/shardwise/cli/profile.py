@@ -10,11 +10,21 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from shardwise.cli.plan_options import check_names
-from shardwise.cli.shared_options import AsJson, DeviceKind, Engine, ImageSize, Optimizer, SampleLength, device_kind
+from shardwise.cli.shared_options import (
+    AsJson,
+    DeviceKind,
+    Engine,
+    ImageSize,
+    Optimizer,
+    SampleLength,
+    Units,
+    device_kind,
+)
 from shardwise.cli.strategies import strategies_for_engine
 from shardwise.cli.terminal import check_output, print_line, status_line
 from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.plan.placement import STRATEGIES
+from shardwise.plan.policy import AUTO_UNITS
 
 if TYPE_CHECKING:
     from shardwise.profile.compare import Profile
@@ -32,6 +42,7 @@ def profile(
         str | None, Option(help="fp32, bf16, fp16 or fp8 (default: bf16 on a GPU, fp32 on a CPU).")
     ] = None,
     recompute: Annotated[str, Option(help="none, full or selective.")] = "none",
+    units: Units = AUTO_UNITS,
     optimizer: Optimizer = "adamw",
     engine: Engine = "shardwise",
     device: DeviceKind = None,
@@ -60,6 +71,7 @@ def profile(
     plan = Plan(
         precision=precision or ("bf16" if where == "cuda" else "fp32"),
         recompute=recompute,
+        units=units,
         engine=engine,
         micro_batch=micro_batch,
     )

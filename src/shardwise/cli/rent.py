@@ -1,6 +1,7 @@
 """`shardwise rent`: which GPUs to rent for a training, with the plan, the days and the cost of each."""
 
 import json
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Exit, Option
@@ -15,9 +16,11 @@ from shardwise.cli.shared_options import (
     Quantize,
     SampleLength,
     SavedPlan,
+    Units,
 )
 from shardwise.cli.terminal import status_line
 from shardwise.errors import InvalidPlan
+from shardwise.plan.policy import AUTO_UNITS
 from shardwise.vocabulary.quantities import SIZE_EXAMPLE
 
 if TYPE_CHECKING:
@@ -44,6 +47,7 @@ def rent(
         ),
     ] = None,
     precision: Precision = "bf16",
+    units: Units = AUTO_UNITS,
     lora: LoraRank = None,
     lora_targets: LoraTargets = None,
     quantize: Quantize = None,
@@ -66,10 +70,11 @@ def rent(
     assert num_tokens is not None
     adaptation = adaptation_of(lora, targets=lora_targets, quantize=quantize)
     source = Source(model, seq=seq, adaptation=adaptation, while_tracing=lambda name: status_line(f"Tracing {name} …"))
-    if not source.spec_for(Plan(precision=precision)).traces:
+    plan = Plan(precision=precision, units=units)
+    if not source.spec_for(plan).traces:
         raise InvalidPlan(f"{model}: only its number of parameters is known, so there is no speed and no cost")
     wish = Wish(
-        plan=Plan(precision=precision),
+        plan=plan,
         num_tokens=num_tokens,
         optimizer=optimizer,
         max_price=max_price,
@@ -86,6 +91,7 @@ def rent(
         print(json.dumps({"model": model, "recommended": None if best is None else 0, "rentals": rows}, indent=2))
     else:
         given = {"--lora": lora, "--lora-targets": lora_targets, "--quantize": quantize}
+        given |= {"--units": quote(plan.units)} if plan.units != AUTO_UNITS else {}
         words = [model, *(f"{option} {value}" for option, value in given.items() if value is not None)]
         _show(" ".join(words), found, best=best, wish=wish, listed=listed)
     if best is None:

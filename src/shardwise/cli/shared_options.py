@@ -22,6 +22,13 @@ Precision = Annotated[str, Option("--precision", help="fp32, bf16, fp16, fp8, or
 Quantize = Annotated[str | None, Option("--quantize", help="With --lora: the frozen base in nf4 (QLoRA).")]
 SampleLength = Annotated[int | None, Option("--seq", help="Tokens per sample.")]
 SavedPlan = Annotated[Path | None, Option("--save", help="Write the recommended plan as PLAN.toml.")]
+Units = Annotated[
+    str,
+    Option(
+        "--units",
+        help="The cut into units: auto, blocks, class:NAME,…, min-params:N, leaf or none; + MODULE … adds modules.",
+    ),
+]
 Settings = Annotated[
     list[str] | None, Option("--set", metavar="section.key=value", help="Override one key of CONFIG; may be repeated.")
 ]

@@ -70,6 +70,9 @@ class UnitPolicy:
         return " + ".join((rule, *self.modules))
 
 
+AUTO_UNITS = str(UnitPolicy())
+"""The usual cut, for which specs come with the package."""
+
 POLICY = Form(words=f"one of {_SPELLINGS}", fits=string.fits, read=lambda value, path: str(UnitPolicy.parse(value)))
 """The form of `units` in a plan. Two spellings of one policy become the same, so that equal plans are equal values."""
 

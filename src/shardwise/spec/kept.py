@@ -17,6 +17,7 @@ from shardwise.errors import InvalidData
 from shardwise.files.cache_folder import cached_text, keep_text
 from shardwise.files.data_file import UnreadableFile, read_text
 from shardwise.files.hub_cache import config_folder
+from shardwise.plan.policy import AUTO_UNITS
 from shardwise.spec.adaptation import Adaptation
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.store import decode_text, encode_text
@@ -42,6 +43,7 @@ def spec_key(
     adaptation: Adaptation | None = None,
     tile: Mapping[str, int] | None = None,
     fp8: Collection[str] = (),
+    units: str = AUTO_UNITS,
     of_transformers: bool = False,
 ) -> str | None:
     """Return the cache key of a MODEL's spec; None if its dependencies are unknown.
@@ -56,7 +58,10 @@ def spec_key(
         return None
     libraries = _LIBRARIES["hf" if of_transformers else kind] if colon or of_transformers else ()
     packages = ("shardwise", "torch", *libraries)
-    asked = [reference, seq, image, kernels, sorted(ways), config, repr(adaptation), dict(tile or {}), sorted(fp8)]
+    asked = [
+        *(reference, seq, image, kernels, sorted(ways), config, repr(adaptation)),
+        *(dict(tile or {}), sorted(fp8), units),
+    ]
     return json.dumps([asked, platform.python_version(), platform.machine(), *map(_fingerprint, packages)])
 
 

@@ -16,6 +16,7 @@ trace.py        several sizes → laws
 from collections.abc import Collection
 from dataclasses import replace
 
+from shardwise.plan.policy import AUTO_UNITS
 from shardwise.spec import ModelSpec
 from shardwise.tasks import Task
 from shardwise.trace.observe import Way
@@ -25,12 +26,18 @@ __all__ = ["Way", "trace_model", "trace_task"]
 
 
 def trace_task(
-    task: Task, *, name: str, ways: Collection[tuple[str, str]], kernels: str = "cuda", fp8: Collection[str] = ()
+    task: Task,
+    *,
+    name: str,
+    ways: Collection[tuple[str, str]],
+    kernels: str = "cuda",
+    fp8: Collection[str] = (),
+    policy: str = AUTO_UNITS,
 ) -> ModelSpec:
     """Return the spec of a task with a trace for each of `ways`: (computes in, recompute or its COMPILED value).
 
     `kernels`: the device whose kernels are traced, cuda or cpu. `fp8`: weights that are multiplied in fp8 in ways that
-    compute so.
+    compute so. `policy` cuts the model into units.
     """
     traced = trace_model(
         task.model,
@@ -39,5 +46,6 @@ def trace_task(
         name=name,
         ways=[Way(computes_in=computes_in, recompute=recompute, device=kernels) for computes_in, recompute in ways],
         fp8=fp8,
+        policy=policy,
     )
     return replace(traced, seq=task.tokens_per_sample)

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli.app import main
+from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES
+from shardwise.tasks.load_task import load_task
+from shardwise.units import unit_modules
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "ddp-or-fsdp.md"
 
@@ -66,6 +69,7 @@ def test_a_hybrid_mesh_has_the_operations_of_its_second_axis(capfd: pytest.Captu
         (["fsdp", "--replicate", "0"], "InvalidPlan: --replicate 0: must be a whole number that divides the 4 ranks"),
         (["fsdp", "--prefetch", "-1"], "InvalidPlan: prefetch = -1: must be a whole number of at least 0"),
         (["fsdp", "--model", "gpt2-125m"], "UnknownName: unknown model 'gpt2-125m'; did you mean"),
+        (["fsdp", "--units", "leaf"], "InvalidPlan: units = 'leaf': name the model that is cut with --model"),
         ([], "InvalidPlan: explain needs a strategy: ddp, zero1, zero2, shard_grad_op, fsdp, ring"),
     ],
 )
@@ -108,6 +112,18 @@ def test_what_the_document_shows_is_what_the_commands_print(capfd: pytest.Captur
                 position = printed.index(line, position)
             assert printed[position] == line, arguments
             position += 1
+
+
+def test_other_units_are_those_of_the_model_that_is_trained(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    units = "class:Block + head"
+    plan = Plan(units=units)
+    plan.save(tmp_path / "plan.toml")
+    shown = json.loads(output(capfd, "explain", str(tmp_path / "plan.toml"), "--model", "gpt-tiny", "--json"))
+    names = list(unit_modules(load_task("gpt-tiny", device="meta").model, policy=plan.units))
+    assert [unit["name"] for unit in shown["units"]] == names
+    assert "head" in names
+    drawn = output(capfd, "explain", "fsdp", "--model", "gpt-tiny", "--units", units)
+    assert f" gpt-tiny ({len(names)} units, " in drawn
 
 
 def test_a_plan_with_owned_parameters_shows_them_move(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

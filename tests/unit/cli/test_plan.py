@@ -175,6 +175,20 @@ def test_options_change_what_is_planned(capfd: pytest.CaptureFixture[str]) -> No
     assert peak("--engine", "torch") != plain
 
 
+def test_other_units_are_traced_and_saved_in_the_plan(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    saved = tmp_path / "plan.toml"
+    job = ("gpt-tiny", "--cluster", "8xh100-80gb", "--strategy", "fsdp", "--micro-batch", "4")
+    gathered = {
+        units: as_json(capfd, *job, "--units", units)["candidates"][0]["breakdown_bytes"]["gathered"]
+        for units in ("auto", "blocks", "none")
+    }
+    # Its head and embedding are small: `auto` leaves both at the root.
+    assert gathered["blocks"] == gathered["auto"] < gathered["none"]
+    assert run(*job, "--units", "leaf", "--save", str(saved)) == 0
+    assert ", units leaf, engine shardwise" in capfd.readouterr().out.replace("\n", "")
+    assert Plan.load(saved).units == "leaf"
+
+
 def test_muon_is_planned_with_less_state_and_a_longer_update(capfd: pytest.CaptureFixture[str]) -> None:
     muon, adamw = (
         as_json(capfd, "gpt2-124m", "--cluster", "8xh100-80gb", "--micro-batch", "4", "--optimizer", optimizer)
@@ -225,6 +239,16 @@ def test_a_number_of_parameters_is_planned_without_activations(capfd: pytest.Cap
         (["gpt2-124m", "--cluster", "8xh100", "--micro-batch", "0"], "micro_batch = 0"),
         (["gpt2-124m", "--cluster", "8xh100", "--image", "3"], "--image has no meaning"),
         (["resnet18", "--cluster", "8xh100", "--seq", "3"], "--seq has no meaning"),
+        (
+            ["gpt-tiny", "--cluster", "8xh100", "--units", "layers"],
+            "units = 'layers': must be one of auto, blocks, class:",
+        ),
+        (["gpt-tiny", "--cluster", "8xh100", "--units", "class:Foo"], "units = 'class:Foo': the model has no Foo; its"),
+        (
+            ["gpt-tiny", "--cluster", "8xh100", "--units", "auto + foo"],
+            "units = 'auto + foo': the model has no module foo",
+        ),
+        (["params:60b", "--cluster", "8xh100", "--units", "leaf"], "units = 'leaf': params:60b has no modules to cut"),
         (["params:lots", "--cluster", "8xh100"], "must be a number of parameters"),
         (["params:" + "9" * 5000, "--cluster", "8xh100"], "must be a number of parameters"),
         (["python:nowhere.py:task", "--cluster", "8xh100"], "there is no file nowhere.py"),

@@ -72,14 +72,15 @@ def test_the_table_has_two_lines_a_strategy_and_fits_into_80_columns(capfd: pyte
 
 
 @pytest.mark.usefixtures("_here")
-def test_one_strategy_is_shown_row_by_row(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(*SMALL, "--strategy", "fsdp") == 0
+@pytest.mark.parametrize(("units", "count"), [("auto", 5), ("none", 1)])
+def test_one_strategy_is_shown_row_by_row(units: str, count: int, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(*SMALL, "--strategy", "fsdp", "--units", units) == 0
     lines = capfd.readouterr().out.splitlines()
     rows = [line for line in lines if line.startswith(("before", "after", "grads", "backward"))]
     assert rows[0].startswith("before forward (root)")
     assert rows[-1].startswith("after step (root)")
-    # Five units of four rows each, the end of backward and the update.
-    assert len(rows) == 5 * 4 + 2
+    # Four rows of each unit, the end of backward and the update.
+    assert len(rows) == count * 4 + 2
     assert sum("◀ peak" in row for row in rows) == 1
     assert max(map(len, lines[1:])) <= 80
 

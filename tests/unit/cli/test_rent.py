@@ -39,8 +39,9 @@ def test_adapters_are_planned_and_part_of_the_command_for_the_plan(
 ) -> None:
     # One trace with adapters instead of three.
     monkeypatch.setattr("shardwise.planner.search.rent.RECOMPUTES", ("none",))
-    assert run("llama-tiny", "--tokens", "1M", "--lora", "4", "--lora-targets", "q") == 0
-    assert "shardwise plan llama-tiny --lora 4 --lora-targets q --cluster" in " ".join(capfd.readouterr().out.split())
+    assert run("llama-tiny", "--tokens", "1M", "--lora", "4", "--lora-targets", "q", "--units", "auto + head") == 0
+    out = " ".join(capfd.readouterr().out.split())
+    assert "shardwise plan llama-tiny --lora 4 --lora-targets q --units 'auto + head' --cluster" in out
 
 
 def test_a_plan_in_host_memory_comes_with_the_command_that_finds_it(

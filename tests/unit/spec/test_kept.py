@@ -97,8 +97,9 @@ def test_whatever_is_asked_otherwise_has_another_key() -> None:
         {"kernels": "cuda"},
         {"ways": [("bf16", "none")]},
         {"ways": []},
+        {"units": "leaf"},
     ]
-    assert len({key(), *(key(**change) for change in changes)}) == 7
+    assert len({key(), *(key(**change) for change in changes)}) == 8
     assert key() == key()
 
 
