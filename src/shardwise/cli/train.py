@@ -1,5 +1,6 @@
 """`shardwise train`: trains on this machine's devices, or as one rank of a job that torchrun or SLURM started."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -50,8 +51,12 @@ def train(
     from shardwise.comm.job_environment import is_rank
 
     if is_rank():
+        from shardwise.comm.allocator_settings import allocator_settings
         from shardwise.train.rank_run import train as train_as_rank
 
+        if not chosen.plan.may_have_pools:
+            # Read when the first tensor is made on a GPU.
+            os.environ.update(allocator_settings())
         train_as_rank(chosen, fresh=fresh, replan=replan, command=("shardwise", *arguments))
         return
     # With --replan, the mesh is chosen again, too.

@@ -1,5 +1,6 @@
 """Communication: joining a job, the process groups of a mesh, the collectives that run on them, and the watchdog.
 
+allocator_settings.py   the settings of torch's allocator with which ranks start
 job_environment.py   reads rank, job and rendezvous from the environment variables
 rendezvous.py        makes the store, and waits until every rank has joined
 join.py              chooses the rank's device and makes the default process group

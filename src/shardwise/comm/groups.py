@@ -1,9 +1,9 @@
 """The process groups of a mesh.
 
 Gathers and reduces use separate groups over the same ranks. A group's collectives run in the order in which they were
-issued, so in a shared group a gather that is needed now would wait behind a reduce that is not. Neither is the job's own
-group: what a model communicates by itself (SyncBatchNorm) has another place among them on a rank that skips a unit. What
-is issued between forward and backward, or after them, shares that one: on a GPU each group costs memory.
+issued, so in a shared group a gather that is needed now would wait behind a reduce that is not. Neither is the job's
+own group: what a model communicates by itself (SyncBatchNorm) has another place among them on a rank that skips a unit.
+What is issued outside of forward and backward shares that one, since on a GPU each group costs memory.
 """
 
 from collections.abc import Sequence

@@ -23,7 +23,13 @@ from shardwise.engine.core.core_setting import CoreSetting
 from shardwise.engine.core.precision import check_kept, torch_dtype, warn_upcast
 from shardwise.engine.engine import Engine, is_prepared, register
 from shardwise.engine.guards.carried import broadcast_carried, follow_carried
-from shardwise.engine.guards.description import asked_device, check_gradients, describe, warn_hardly_cut
+from shardwise.engine.guards.description import (
+    advise_on_segments,
+    asked_device,
+    check_gradients,
+    describe,
+    warn_hardly_cut,
+)
 from shardwise.engine.guards.first_inputs import FirstInputs
 from shardwise.engine.guards.guards import Guards
 from shardwise.engine.guards.other_views import check_views
@@ -121,6 +127,7 @@ def prepare_on_ours(
         warn_upcast(setting.spec, plan=plan)
         _warn_owned(model, optimizers, owned=owned)
     warn_hardly_cut(setting.spec, plan=plan, mesh=mesh)
+    advise_on_segments(plan, spec=setting.spec, mesh=mesh, device=chosen)
     engine = _engine(model, setting=setting, any_optimizer=any_optimizer, compare_every=compare_every, weights=weights)
     for one in optimizers:
         engine.owned.adopt(one, owned=owned)

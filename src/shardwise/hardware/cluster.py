@@ -29,6 +29,7 @@ class Cluster:
     link     between the devices of a node; None if unknown
     fabric   between nodes; None for one node
     assumes_fabric   whether that is the device's usual one, because none was given
+    expands_segments   torch's caching allocator has expandable segments there
     host_bytes   memory of each node's host that a plan may use; None if unknown
     """
 
@@ -38,6 +39,7 @@ class Cluster:
     link: Link | None = None
     fabric: Fabric | None = None
     assumes_fabric: bool = False
+    expands_segments: bool = False
     host_bytes: int | None = key(None, "bytes of each machine's memory that a plan may use; 0: none", least=0)
 
     def __post_init__(self) -> None:

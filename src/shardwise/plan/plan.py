@@ -137,6 +137,12 @@ class Plan(PlanKeys):
         """Whether units are CUDA graphs."""
         return self.capture == "units" and self.may_capture_units
 
+    @property
+    def may_have_pools(self) -> bool:
+        """Whether CUDA graphs may have pools of memory, in which the allocator's segments do not expand."""
+        may_capture = self.may_capture_units or (self.may_capture_steps and not self.why_not_captured())
+        return may_capture and LIMITS[self.engine].has("capture")
+
     def _capture_hindrance(self) -> str:
         settings = {
             "dynamic = true": self.dynamic,

@@ -248,7 +248,7 @@ class Job:
 
     @property
     def num_communicators(self) -> int:
-        """Communicators of a process: the job's, those of the engine (comm/groups.py), and for two axes one for each."""
+        """Communicators of a process (comm/groups.py): the job's, the engine's, and with two axes one for each."""
         of_gathers = self.engine.has_own_groups and self.gathers and self.mesh.shard > 1
         of_axes = 2 if self.mesh.replicate > 1 and self.mesh.shard > 1 else 0
         return 1 + self.engine.has_own_groups + of_gathers + of_axes

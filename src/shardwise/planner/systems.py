@@ -31,7 +31,7 @@ class System:
     is_wrapped          False: an ordinary loop on one device, in which gradients exist from backward to the update
     copies_gradients    under ddp the buckets that are reduced are a second copy of the gradients
     tile_tokens         MLPs compute in tiles of so many tokens; 0: at once
-    is_expandable       the allocator has expandable segments, so that what is reserved is what is allocated
+    is_expandable       the allocator has expandable segments
     """
 
     name: str = ""

@@ -1,5 +1,6 @@
 """Compares predicted with measured memory: one rehearsal per strategy that fits on this machine. No torch here."""
 
+import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from shardwise.profile.memory_ledger import LedgerEntry, paired
 from shardwise.profile.rehearsal import Measured, Rehearsal, rehearse_apart
 from shardwise.spec import ModelSpec
 from shardwise.vocabulary.quantities import GIB, fixed_text
+from shardwise.vocabulary.segments import segments_expand
 
 SpecFor = Callable[[Plan], ModelSpec]
 
@@ -78,14 +80,24 @@ def predict(rehearsal: Rehearsal, *, spec_for: SpecFor) -> PredictedMemory:
         batch=rehearsal.batch,
         optimizer=_OPTIMIZERS[rehearsal.device][rehearsal.optimizer],
         device=rehearsal.device,
+        # The rehearsal's process has this one's environment.
+        expands=segments_expand(os.environ),
     )
 
 
 def predict_memory(
-    spec: ModelSpec, *, plan: Plan, num_ranks: int, batch: int, optimizer: str, device: str
+    spec: ModelSpec, *, plan: Plan, num_ranks: int, batch: int, optimizer: str, device: str, expands: bool = False
 ) -> PredictedMemory:
     """Predict the peak, and the peak of every row; `optimizer` is a name of planner/memory/states.py."""
-    memory = estimate(spec, plan=plan, num_ranks=num_ranks, batch=batch, optimizer=optimizer, device=device)
+    memory = estimate(
+        spec,
+        plan=plan,
+        num_ranks=num_ranks,
+        batch=batch,
+        optimizer=optimizer,
+        device=device,
+        expands=expands,
+    )
     job = job_of(spec, plan=plan, num_ranks=num_ranks, optimizer=optimizer, device=device).cut(_UNCUT)
     found = row_peaks(job.memory_rows, at_rest=job.at_rest, batch=batch)
     return PredictedMemory(

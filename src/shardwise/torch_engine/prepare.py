@@ -20,6 +20,7 @@ from shardwise.engine.activations.compiled_units import check_compile, compile_u
 from shardwise.engine.core.precision import planned_dtype
 from shardwise.engine.guards.carried import broadcast_carried
 from shardwise.engine.guards.description import (
+    advise_on_segments,
     asked_device,
     check_gradients,
     check_precision,
@@ -62,7 +63,9 @@ def prepare_on_torch(
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     agree(lambda: _description(model, optimizer, plan=plan, mesh=mesh, names=names), what="plans, models or optimizers")
     placements = plan.placements(unit_modules(model, policy=plan.units))
-    warn_hardly_cut(model_spec(model, policy=plan.units), plan=plan, mesh=mesh)
+    spec = model_spec(model, policy=plan.units)
+    warn_hardly_cut(spec, plan=plan, mesh=mesh)
+    advise_on_segments(plan, spec=spec, mesh=mesh, device=chosen)
     materialize(model, device=chosen)
     model.to(chosen)
     to_master_dtype(model, plan=plan)

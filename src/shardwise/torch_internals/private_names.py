@@ -133,6 +133,9 @@ PRIVATE = {
     ),
     "end_allocate_to_pool": Private("torch._C:_cuda_endAllocateToPool", "leaves a pool of memory"),
     "release_pool": Private("torch._C:_cuda_releasePool", "leaves a pool of memory"),
+    "set_allocator_settings": Private(
+        "torch._C:_accelerator_setAllocatorSettings", "keeps expandable segments out of a pool of memory"
+    ),
     "is_stream_capturing": Private(
         "torch.cuda.graphs:_cuda_isCurrentStreamCapturing", "runs a captured model's code as in an ordinary step"
     ),

@@ -152,6 +152,7 @@ if TYPE_CHECKING:
     begin_allocate_thread_to_pool = torch._C._cuda_beginAllocateCurrentThreadToPool
     end_allocate_to_pool = torch._C._cuda_endAllocateToPool
     release_pool = torch._C._cuda_releasePool
+    set_allocator_settings = torch._C._accelerator_setAllocatorSettings
     is_stream_capturing: Callable[[], bool]
     record_memory_history = torch.cuda.memory._record_memory_history
     memory_snapshot = torch.cuda.memory._snapshot

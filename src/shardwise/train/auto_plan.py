@@ -143,11 +143,14 @@ class ChosenPlan:
         sections = self.given.to_dict()
         # A rehearsal does not change the question.
         del sections["auto"]["probe"]
-        asked = {name: sections[name] for name in ("plan", "auto", "optimizer", "task")}
+        asked: dict[str, Any] = {name: sections[name] for name in ("plan", "auto", "optimizer", "task")}
         cluster = self.cluster
-        found: dict[str, Any] = parse_json(
-            json.dumps({**asked, "cluster": str(cluster), "capacity_bytes": capacity_bytes(cluster)})
-        )
+        asked |= {
+            "cluster": str(cluster),
+            "capacity_bytes": capacity_bytes(cluster),
+            "expands_segments": cluster.expands_segments,
+        }
+        found: dict[str, Any] = parse_json(json.dumps(asked))
         return found
 
 

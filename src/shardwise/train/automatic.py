@@ -3,6 +3,7 @@
 Rank 0 traces the model on fake tensors and solves; the others wait for its plan, or for its error.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ from shardwise.planner.search.auto import solve_plan
 from shardwise.planner.search.request import AutoRequest
 from shardwise.sources import Source
 from shardwise.tasks import Task
+from shardwise.vocabulary.segments import segments_expand
 
 
 def auto_plan(
@@ -77,7 +79,8 @@ def job_cluster(device: torch.device | None = None, *, num_ranks: int | None = N
     per_node = _per_node(count)
     nodes = count // per_node
     found = replace(found, capacity_bytes=capacity or found.capacity_bytes)
-    return make_cluster(found, num_nodes=nodes, devices_per_node=per_node, fabric=None)
+    cluster = make_cluster(found, num_nodes=nodes, devices_per_node=per_node, fabric=None)
+    return replace(cluster, expands_segments=segments_expand(os.environ))
 
 
 def _per_node(num_ranks: int) -> int:

@@ -23,6 +23,7 @@ from shardwise.sources import Source
 from shardwise.train.config import TrainConfig
 from shardwise.train.config_sections import OptimizerSection
 from shardwise.vocabulary.quantities import bytes_text
+from shardwise.vocabulary.segments import segments_expand
 
 if TYPE_CHECKING:
     from shardwise.comm.join import Place
@@ -98,7 +99,8 @@ class FullDevice:
         if self.capacity_bytes is not None:
             capacity = Sourced(value=self.capacity_bytes, kind="measured", source="torch, on this device")
         device = replace(device_like(self.title, kind=self.kind), capacity_bytes=capacity)
-        return make_cluster(device, num_nodes=1, devices_per_node=self.num_ranks, fabric=None)
+        cluster = make_cluster(device, num_nodes=1, devices_per_node=self.num_ranks, fabric=None)
+        return replace(cluster, expands_segments=segments_expand(os.environ))
 
 
 def describe_fit(config: TrainConfig, *, full: FullDevice) -> Iterator[str]:

@@ -1,10 +1,12 @@
 """A pool of the caching allocator's memory, for graphs and for ordinary steps."""
 
+import os
 from contextlib import suppress
 
 import torch
 
 from shardwise.torch_internals import torch_private
+from shardwise.vocabulary.segments import fixed_segments, segments_expand
 
 Block = tuple[int, int]
 """Start and end address of a block in use."""
@@ -14,6 +16,15 @@ def why_no_pool() -> str:
     """Return why this process cannot have a pool; "" if it can."""
     backend = torch.cuda.get_allocator_backend()
     return "" if backend == "native" else f"torch's allocator is {backend}, not its own (native)"
+
+
+def fix_segments() -> None:
+    """Let no further segment of the allocator expand, before the first pool is made.
+
+    torch 2.11 loses count of what it maps in a pool: empty_cache fails, or destroys a pool in which tensors still lie.
+    """
+    if segments_expand(os.environ):
+        torch_private.set_allocator_settings(fixed_segments(os.environ))
 
 
 class StepPool:
@@ -30,6 +41,7 @@ class StepPool:
         self._open()
 
     def _open(self) -> None:
+        fix_segments()
         # Unused blocks of the allocator cannot be used in the pool.
         torch.cuda.empty_cache()
         self.id = torch.cuda.graph_pool_handle()

@@ -1,12 +1,14 @@
 """Checks of both engines before a model is changed: its device, its precision, and a description to compare."""
 
 import warnings
+from functools import cache
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from shardwise.comm.allocator_settings import allocator_settings
 from shardwise.engine.guards.carried import describe_carried, is_packed
 from shardwise.errors import InvalidModel
 from shardwise.plan import Plan
@@ -100,3 +102,17 @@ def warn_hardly_cut(spec: ModelSpec, *, plan: Plan, mesh: Mesh) -> None:
     largest = max(spec.units, key=lambda unit: unit.num_params)
     if plan.placement(largest.name).params is SHARDED:
         warnings.warn(line, stacklevel=4)
+
+
+def advise_on_segments(plan: Plan, *, spec: ModelSpec, mesh: Mesh, device: torch.device) -> None:
+    """Advise, on rank 0, to let the allocator's segments expand where GPUs shard without CUDA graphs."""
+    is_sharded = mesh.shard > 1 and any(plan.placement(unit.name).optim is SHARDED for unit in spec.units)
+    settings = allocator_settings() if device.type == "cuda" and not plan.may_have_pools else {}
+    if is_sharded and settings and dist.get_rank() == 0:
+        _tell_once(" ".join(f"{name}={value}" for name, value in settings.items()))
+
+
+@cache
+def _tell_once(setting: str) -> None:
+    line = f"torch reserves less memory for sharded training if its processes start with {setting}"
+    warnings.warn(f"{line} (shardwise train sets it)", stacklevel=5)

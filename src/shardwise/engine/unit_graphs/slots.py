@@ -11,6 +11,7 @@ from types import TracebackType
 import torch
 
 from shardwise.engine.core.unit import Unit
+from shardwise.engine.graphs.step_pool import fix_segments
 from shardwise.program import Kind, StepProgram
 from shardwise.torch_internals import torch_private
 
@@ -44,6 +45,7 @@ class Slot:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device.index
+        fix_segments()
         self._pool = torch.cuda.MemPool()
 
     def __enter__(self) -> None:

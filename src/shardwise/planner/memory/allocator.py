@@ -6,6 +6,10 @@ and split if enough is left over; among equally large ones the one with the lowe
 segment, because the driver assigns addresses downwards. A freed block is merged with its free neighbours and stays
 reserved. Each stream has its own blocks. When the device is full, completely free segments are given back; only then
 the allocator is out of memory.
+
+With expandable segments a stream has one segment for small and one for large requests. It grows at its end, by pages of
+2 or 20 MiB, so that no request needs a segment of its own and all free neighbours merge. The end, if it is free, is the
+last block to be used. When the device is full, free pages are given back, also between blocks in use.
 """
 
 from bisect import bisect_left, insort
@@ -21,6 +25,8 @@ _SEGMENT_ROUND = 2 * _MIB
 _SEGMENT_GAP = 2**40
 # Larger than the distance between any two addresses, which are negative.
 _ALL_ADDRESSES = 2**64
+# The address of an expandable segment.
+_START = -(2**63)
 
 
 class MemoryBlock:
@@ -40,25 +46,32 @@ class MemoryBlock:
 class FreeBlocks:
     """The free blocks of a stream, small or large ones: `keys` are sorted by size, then by address.
 
-    A key is one number, since numbers are compared faster than tuples: size · 2⁶⁴ + address.
+    A key is one number, since numbers are compared faster than tuples: size · 2⁶⁴ + address. Of an expandable segment,
+    `last` is the block at its end, and `given_back` the numbers of pages within it that were given back.
     """
 
-    __slots__ = ("blocks", "keys")
+    __slots__ = ("blocks", "given_back", "keys", "last", "page")
 
-    def __init__(self) -> None:
+    def __init__(self, page: int) -> None:
         self.keys: list[int] = []
         self.blocks: dict[int, MemoryBlock] = {}
+        self.page = page
+        self.last: MemoryBlock | None = None
+        self.given_back: set[int] = set()
 
 
 class CachingAllocator:
-    """Counts reserved and allocated bytes. A block may be larger than its request.
+    """Counts reserved and allocated bytes. A block may be larger than its request. `expands`: its segments do.
 
     A plan's steps are thousands of requests, for each batch that is tried. `allocate` and `free` are written out, since
     calls of smaller functions would take most of the time.
     """
 
-    def __init__(self, *, limit_bytes: int | None = None) -> None:
+    def __init__(self, *, limit_bytes: int | None = None, expands: bool = False) -> None:
         self.limit_bytes = limit_bytes
+        self.expands = expands
+        # What is left of a large block is a block of its own if it is larger than this.
+        self._unsplit = 0 if expands else SMALL_BYTES
         self.reserved_bytes = self.most_reserved_bytes = 0
         self.allocated_bytes = 0
         self.num_segments = 0
@@ -69,17 +82,22 @@ class CachingAllocator:
         is_small = size <= SMALL_BYTES
         pool = self._free.get((stream, is_small))
         if pool is None:
-            pool = self._free[stream, is_small] = FreeBlocks()
+            pool = self._free[stream, is_small] = FreeBlocks(SMALL_SEGMENT_BYTES if is_small else _LARGE_SEGMENT)
         keys = pool.keys
         # Addresses are negative, so that this is after all smaller blocks.
         place = bisect_left(keys, (size - 1) * _ALL_ADDRESSES)
+        last = pool.last
         if place < len(keys):
+            if last is not None and last.key == keys[place] and place + 1 < len(keys):
+                place += 1
             block = pool.blocks.pop(keys.pop(place))
             block.key = 0
+        elif self.expands:
+            block = self._grown(size, pool=pool)
         else:
             block = self._segment(segment_bytes(size), pool=pool)
         left_over = block.size - size
-        if left_over > SMALL_BYTES or (left_over and is_small):
+        if left_over > self._unsplit or (left_over and is_small):
             address = block.address + size
             rest = MemoryBlock(left_over, pool, address)
             after = rest.after = block.after
@@ -91,7 +109,11 @@ class CachingAllocator:
             rest.key = key = left_over * _ALL_ADDRESSES + address
             pool.blocks[key] = rest
             insort(keys, key)
+            if block is pool.last:
+                pool.last = rest
         self.allocated_bytes += block.size
+        if pool.given_back:
+            self._take_back(block)
         return block
 
     def free(self, block: MemoryBlock) -> None:
@@ -111,25 +133,70 @@ class CachingAllocator:
             block.after = after = after.after
             if after is not None:
                 after.before = block
+            elif pool.last is not None:
+                pool.last = block
         block.size = size
         block.key = key = size * _ALL_ADDRESSES + block.address
         pool.blocks[key] = block
         insort(keys, key)
 
     def _segment(self, size: int, *, pool: FreeBlocks) -> MemoryBlock:
-        """Reserve a new segment, if necessary beyond the limit after giving back free segments."""
-        if self.limit_bytes is not None and self.reserved_bytes + size > self.limit_bytes:
-            for one in self._free.values():
-                for key in one.keys.copy():
-                    block = one.blocks[key]
-                    if block.before is None and block.after is None:
-                        self.reserved_bytes -= block.size
-                        one.keys.remove(key)
-                        del one.blocks[key]
-        self.reserved_bytes += size
-        self.most_reserved_bytes = max(self.most_reserved_bytes, self.reserved_bytes)
+        """Reserve a new segment."""
+        self._reserve(size)
         self.num_segments += 1
         return MemoryBlock(size, pool, -self.num_segments * _SEGMENT_GAP)
+
+    def _grown(self, size: int, *, pool: FreeBlocks) -> MemoryBlock:
+        """Return the free end of an expandable segment, after it has grown to at least this size."""
+        block = pool.last
+        if block is None or not block.key:
+            before, block = block, MemoryBlock(0, pool, _START if block is None else block.address + block.size)
+            block.before = before
+            if before is not None:
+                before.after = block
+        else:
+            del pool.blocks[block.key]
+            pool.keys.remove(block.key)
+            block.key = 0
+        more = -(-(size - block.size) // pool.page) * pool.page
+        self._reserve(more)
+        self.num_segments += 1
+        block.size += more
+        pool.last = block
+        return block
+
+    def _reserve(self, num_bytes: int) -> None:
+        """Reserve memory, if necessary beyond the limit after giving back what is free."""
+        if self.limit_bytes is not None and self.reserved_bytes + num_bytes > self.limit_bytes:
+            for pool in self._free.values():
+                if self.expands:
+                    self._give_back_pages(pool)
+                else:
+                    self._give_back_segments(pool)
+        self.reserved_bytes += num_bytes
+        self.most_reserved_bytes = max(self.most_reserved_bytes, self.reserved_bytes)
+
+    def _give_back_segments(self, pool: FreeBlocks) -> None:
+        for key in pool.keys.copy():
+            block = pool.blocks[key]
+            if block.before is None and block.after is None:
+                self.reserved_bytes -= block.size
+                pool.keys.remove(key)
+                del pool.blocks[key]
+
+    def _give_back_pages(self, pool: FreeBlocks) -> None:
+        for block in pool.blocks.values():
+            start = block.address - _START
+            pages = set(range(-(-start // pool.page), (start + block.size) // pool.page)) - pool.given_back
+            self.reserved_bytes -= len(pages) * pool.page
+            pool.given_back |= pages
+
+    def _take_back(self, block: MemoryBlock) -> None:
+        """Reserve the pages of a block again that were given back."""
+        pool, start = block.pool, block.address - _START
+        pages = pool.given_back.intersection(range(start // pool.page, -(-(start + block.size) // pool.page)))
+        pool.given_back -= pages
+        self._reserve(len(pages) * pool.page)
 
 
 def segment_bytes(size: int) -> int:

@@ -58,11 +58,6 @@ class MemoryEstimate:
             at_rest_bytes=self.at_rest_bytes + num_bytes,
         )
 
-    def unfragmented(self) -> "MemoryEstimate":
-        """Return the same with expandable segments, which leave no gaps: reserved is what is allocated."""
-        gaps = self.reserved_bytes - self.allocated_bytes
-        return replace(self, reserved_bytes=self.allocated_bytes, device_bytes=self.device_bytes - gaps)
-
 
 def estimate(
     spec: ModelSpec,
@@ -77,6 +72,7 @@ def estimate(
     limit_bytes: int | None = None,
     made_on_device: bool = False,
     is_wrapped: bool = True,
+    expands: bool = False,
     quick: bool = False,
 ) -> MemoryEstimate:
     """Return the memory of a step of `plan` on one of `num_ranks` ranks, with `batch` samples per rank per pass.
@@ -86,6 +82,7 @@ def estimate(
     made_on_device   the model was created on the device before it was prepared, not on the meta device or the host;
                      steps reuse the memory that this left reserved
     is_wrapped       False: an ordinary loop on one device, without DDP (plans of torch's engine under ddp)
+    expands          the caching allocator has expandable segments
     quick            skip the model of the caching allocator: reserved is taken to be allocated
 
     Captured steps share their memory with the ordinary steps before them, which have the peak.
@@ -100,7 +97,7 @@ def estimate(
     if not quick and device != "cpu":
         # During capture the allocator cannot give back segments.
         left = None if limit_bytes is None or plan.captures else limit_bytes - outside
-        found = reserve(job, batch=batch, limit_bytes=left, made_on_device=made_on_device)
+        found = reserve(job, batch=batch, limit_bytes=left, made_on_device=made_on_device, expands=expands)
         breakdown["other"] += found.slack_bytes
         reserved = found.reserved_bytes
     allocated = sum(breakdown.values())

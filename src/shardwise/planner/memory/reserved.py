@@ -50,12 +50,14 @@ def reserved_jobs(job: Job) -> list[Job]:
 
 
 @lru_cache(maxsize=4096)
-def reserve(job: Job, *, batch: int, limit_bytes: int | None = None, made_on_device: bool = False) -> Reserved:
-    """Run a job at one batch on a device with `limit_bytes` for tensors; `made_on_device` as for `estimate`."""
+def reserve(
+    job: Job, *, batch: int, limit_bytes: int | None = None, made_on_device: bool = False, expands: bool = False
+) -> Reserved:
+    """Run a job at one batch on a device with `limit_bytes` for tensors; the others as for `estimate`."""
     *shorter, longer = reserved_jobs(job)
     more = len(job.spec.units) - len(longer.short.spec.units)
     in_graphs = job.plan.captures_units and job.unshortened.ledger.pass_memory(batch).places_gradients
-    run = partial(_run, batch=batch, in_graphs=in_graphs, made_on_device=made_on_device)
+    run = partial(_run, batch=batch, in_graphs=in_graphs, made_on_device=made_on_device, expands=expands)
     if not shorter:
         return run(longer, limit_bytes=limit_bytes)
     short = shorter[0]
@@ -72,10 +74,11 @@ def reserve(job: Job, *, batch: int, limit_bytes: int | None = None, made_on_dev
 
 
 def _run(
-    job: Job, *, batch: int, in_graphs: bool, limit_bytes: int | None = None, made_on_device: bool = False
+    job: Job, *, batch: int, in_graphs: bool, made_on_device: bool, expands: bool, limit_bytes: int | None = None
 ) -> Reserved:
     """Run a job; `in_graphs`: averaged gradients lie in the memory of graphs."""
-    run = _Run(batch, gradients_in=UNIT_GRAPHS if in_graphs else "", limit_bytes=limit_bytes)
+    allocator = CachingAllocator(limit_bytes=limit_bytes, expands=expands)
+    run = _Run(batch, gradients_in=UNIT_GRAPHS if in_graphs else "", allocator=allocator)
     made = {}
     if made_on_device and not job.plan.captures:
         sizes = [param.num_bytes for unit in job.short.spec.units for param in unit.params]
@@ -141,10 +144,10 @@ def _sizes_before(job: Job, *, batch: int) -> list[int]:
 class _Run:
     """A run of the allocator. Small allocations are only counted: they share segments and leave few gaps."""
 
-    def __init__(self, batch: int, *, gradients_in: str, limit_bytes: int | None) -> None:
+    def __init__(self, batch: int, *, gradients_in: str, allocator: CachingAllocator) -> None:
         self.batch = batch
         self._gradients_in = gradients_in
-        self.allocator = CachingAllocator(limit_bytes=limit_bytes)
+        self.allocator = allocator
         self.small = self.most_small = 0
         self.requested = self.peak = self.slack_at_peak = 0
 

@@ -134,9 +134,8 @@ def _memory(
     system.check_ranks(cluster.num_ranks)
     found = cluster_memory(
         spec, plan=plan, cluster=cluster, optimizer=optimizer, limit_bytes=limit, is_wrapped=system.is_wrapped,
-        quick=quick,
+        expands=system.is_expandable, quick=quick,
     )  # fmt: skip
-    found = found.unfragmented() if system.is_expandable else found
     return found.plus(added) if added else found
 
 
@@ -149,6 +148,7 @@ def cluster_memory(
     limit_bytes: int | None,
     quick: bool,
     is_wrapped: bool = True,
+    expands: bool = False,
 ) -> MemoryEstimate:
     """Return the memory of a plan, whose micro-batch is set, on a cluster (peak.estimate)."""
     device = cluster.device
@@ -164,6 +164,7 @@ def cluster_memory(
         communicator_bytes=device.communicator_bytes.value if device.communicator_bytes else None,
         limit_bytes=limit_bytes,
         is_wrapped=is_wrapped,
+        expands=expands or (cluster.expands_segments and not plan.may_have_pools),
         quick=quick,
     )
 

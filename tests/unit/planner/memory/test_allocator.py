@@ -1,6 +1,9 @@
 """The model of the caching allocator does what the allocator's own comments say."""
 
 import random
+from itertools import pairwise
+
+import pytest
 
 from shardwise.planner.memory.allocator import CachingAllocator, segment_bytes
 
@@ -81,9 +84,53 @@ def test_a_full_device_gives_back_what_is_free() -> None:
     assert allocator.reserved_bytes == 60 * MIB
 
 
-def test_no_byte_is_lost_or_handed_out_twice() -> None:
+def test_expandable_segments_do_not_fragment_where_fixed_ones_do() -> None:
+    fixed, expandable = CachingAllocator(), CachingAllocator(expands=True)
+    for allocator in (fixed, expandable):
+        for block in [allocator.allocate(size * MIB) for size in (40, 60)]:
+            allocator.free(block)
+        # Neither segment is large enough; together they are.
+        allocator.allocate(100 * MIB)
+    assert fixed.reserved_bytes == 200 * MIB
+    assert expandable.reserved_bytes == 100 * MIB
+
+
+def test_an_expandable_segment_grows_by_pages_at_its_free_end() -> None:
+    allocator = CachingAllocator(expands=True)
+    allocator.allocate(30 * MIB)
+    assert allocator.reserved_bytes == 40 * MIB
+    allocator.allocate(15 * MIB)
+    assert allocator.reserved_bytes == 60 * MIB
+    allocator.allocate(512)
+    assert allocator.reserved_bytes == 62 * MIB
+
+
+def test_its_end_is_used_last_and_any_block_is_split() -> None:
+    allocator = CachingAllocator(expands=True)
+    first, _, end = (allocator.allocate(size * MIB) for size in (40, 3, 17))
+    allocator.free(end)
+    allocator.free(first)
+    block = allocator.allocate(17 * MIB - 512)
+    assert (block.address, block.size) == (first.address, 17 * MIB - 512)
+
+
+def test_a_full_device_gets_free_pages_back_from_between_blocks() -> None:
+    allocator = CachingAllocator(limit_bytes=120 * MIB, expands=True)
+    blocks = [allocator.allocate(size * MIB) for size in (10, 70, 20)]
+    allocator.free(blocks[1])
+    assert allocator.reserved_bytes == 100 * MIB
+    # Of the pages at 0, 20, 40, 60 and 80 MiB the middle three are free.
+    allocator.allocate(80 * MIB, stream="gather")
+    assert allocator.reserved_bytes == (100 - 60 + 80) * MIB
+    allocator.allocate(70 * MIB)
+    assert allocator.reserved_bytes == 180 * MIB
+
+
+@pytest.mark.parametrize("limit_bytes", [None, 500 * MIB])
+@pytest.mark.parametrize("expands", [False, True])
+def test_no_byte_is_lost_or_handed_out_twice(expands: bool, limit_bytes: int | None) -> None:
     numbers = random.Random(0)
-    allocator = CachingAllocator()
+    allocator = CachingAllocator(limit_bytes=limit_bytes, expands=expands)
     held = []
     for _ in range(3000):
         if held and numbers.random() < 0.5:
@@ -92,7 +139,12 @@ def test_no_byte_is_lost_or_handed_out_twice() -> None:
             held.append(allocator.allocate(numbers.choice((700, 300_000, 3 * MIB, 17 * MIB, 90 * MIB))))
         free = sum(block.size for pool in allocator._free.values() for block in pool.blocks.values())
         assert allocator.allocated_bytes == sum(block.size for block in held)
-        assert allocator.allocated_bytes + free == allocator.reserved_bytes
+        gone = sum(len(pool.given_back) * pool.page for pool in allocator._free.values())
+        assert allocator.allocated_bytes + free == allocator.reserved_bytes + gone
+        places = sorted((block.pool.page, block.address, block.size) for block in held)
+        assert all(
+            page != other or address + size <= after for (page, address, size), (other, after, _) in pairwise(places)
+        )
     for block in held:
         allocator.free(block)
     free_blocks = [block for pool in allocator._free.values() for block in pool.blocks.values()]
