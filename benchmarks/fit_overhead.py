@@ -23,6 +23,7 @@ from unittest.mock import patch
 
 from hugging_face_models import MODELS, task_of
 from measuring import RESULTS as FOLDER
+from memory_predictions import AS_MEASURED
 from step_times import FITTED
 
 from shardwise.hardware import Cluster, cluster_of
@@ -83,7 +84,7 @@ def predicted(row: dict[str, Any], *, reference: HostSpeed, overhead: Overhead) 
     host = read_host_speed(row["host"], where=RESULTS.name)
     cluster = replace(cluster, device=replace(cluster.device, host=host))
     capture = "off" if row["capture"] == "off" else "on"
-    plan = Plan(precision="bf16", micro_batch=size, strategy=row["strategy"], capture=capture)
+    plan = Plan(precision="bf16", micro_batch=size, strategy=row["strategy"], capture=capture, **AS_MEASURED)
     # What was prepared with other costs is forgotten.
     step_time._known.cache_clear()
     with (

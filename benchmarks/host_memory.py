@@ -35,6 +35,7 @@ from typing import Any
 import measuring
 import torch
 import workers
+from memory_predictions import AS_MEASURED
 from torch import Tensor, nn
 from training_case import make_optimizer
 
@@ -327,7 +328,7 @@ def predict(path: Path) -> None:
     for row in rows:
         if "plan" not in row:
             continue
-        row["predicted"] = says = predicted(CASES[row["case"]], Plan.from_dict(row["plan"]))
+        row["predicted"] = says = predicted(CASES[row["case"]], Plan.from_dict(AS_MEASURED | row["plan"]))
         off = {name: says[name] / row["measured"][name] - 1 for name in says if row["measured"].get(name)}
         print(
             f"{row['case']}, {row['way']}: {', '.join(f'{name} {part:+.1%}' for name, part in off.items())}", flush=True

@@ -26,6 +26,9 @@ Row = dict[str, Any]
 
 TOTALS = ("allocated", "reserved", "device")
 
+AS_MEASURED: dict[str, Any] = {"piece_bytes": 0}
+"""Settings that plans had, without a key for them, when rows were measured: each unit was reduced in one piece."""
+
 
 # Language models as they were when results/step_times_h200.json and validate_memory_h200.json were measured: their
 # vocabularies not padded, trained with the usual loss. Once these are measured again, `Source` itself will do.
@@ -66,10 +69,11 @@ def predict_row(row: Row, *, device: str = "cuda") -> MemoryEstimate:
     if row["model"] in MODELS:
         # Whether `auto` captures is not known before; here it did.
         capture, backend = "off" if row["capture"] == "off" else "on", row["compile"]
-        spec, plan = hugging_face_spec(row["model"], backend), Plan(precision="bf16", capture=capture, compile=backend)
+        spec = hugging_face_spec(row["model"], backend)
+        plan = Plan(precision="bf16", capture=capture, compile=backend, **AS_MEASURED)
         # captured_models.py makes its models on the GPU.
         return estimate(spec, plan=plan, num_ranks=1, batch=MODELS[row["model"]].samples, made_on_device=True)
-    plan = Plan(**{key: row[key] for key in ("strategy", "precision", "recompute", "engine")})
+    plan = Plan(**{key: row[key] for key in ("strategy", "precision", "recompute", "engine")}, **AS_MEASURED)
     predicted = estimate(
         source_as_measured(row["model"], seq=row["seq"], image=row["image"]).spec_for(plan),
         plan=plan,

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from memory_predictions import AS_MEASURED
 from published_llama import adapters, ibm_and_torchtitan, torchtune
 from published_rows import LeftOut, Row, cluster_text, csv_rows, own_model
 
@@ -37,6 +38,7 @@ def measured(path: Path) -> Iterator[Row]:
             **{key: row[key] for key in ("strategy", "precision", "recompute", "engine")},
             capture=captured,
             micro_batch=row["batch"],
+            **AS_MEASURED,
         )
         engine = f"ours, {'captured' if captured else 'eager'}" if row["engine"] == "shardwise" else "torch"
         yield Row(
@@ -202,6 +204,7 @@ def deepspeed(path: Path) -> Iterator[Row | LeftOut]:
                 precision=precision,
                 reduce_dtype=precision,
                 micro_batch=int(row["micro_batch"]),
+                piece_bytes=0,
             ),
             optimizer="adamw",
             per_s=float(row["value"]),

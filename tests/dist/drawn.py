@@ -23,6 +23,7 @@ class Drawn:
     prefetch: int
     reduces_in_flight: int
     bucket_bytes: int
+    piece_bytes: int | None
     recompute: str
 
     def plan(self, strategy: str, *, precision: str = "fp32") -> Plan:
@@ -36,6 +37,7 @@ class Drawn:
             prefetch=self.prefetch,
             reduces_in_flight=self.reduces_in_flight,
             bucket_bytes=self.bucket_bytes,
+            piece_bytes=self.piece_bytes,
             recompute=self.recompute,
             # The same block may be called more often than in the first step, by one rank alone.
             dynamic=any(layer.branch for layer in self.layers),
@@ -70,6 +72,7 @@ modules = st.builds(
     prefetch=st.integers(0, 3),
     reduces_in_flight=st.integers(1, 2),
     bucket_bytes=st.sampled_from([1, 500, 10**6]),
+    piece_bytes=st.sampled_from([None, 100, 1000]),
     recompute=st.sampled_from(["none", "none", "full", "selective"]),
 )
 

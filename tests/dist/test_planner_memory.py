@@ -207,6 +207,8 @@ def test_and_where_units_differ() -> None:
         Plan(overrides={"blocks.0": "shard_grad_op", "blocks.2": "ddp"}, prefetch=2),
         Plan(recompute="full", recompute_overrides={"blocks.1": "none"}, reduces_in_flight=2),
         Plan(strategy="ddp", bucket_bytes=1),
+        Plan(piece_bytes=4000),
+        Plan(strategy="zero2", piece_bytes=4000, reduces_in_flight=2),
     ]
     check("gpt", plans, num_ranks=2)
 

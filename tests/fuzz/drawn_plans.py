@@ -36,6 +36,7 @@ VALUES: dict[str, list[Any]] = {
     "prefetch": [1, 0, 3],
     "reduces_in_flight": [1, 2],
     "bucket_bytes": [25 * 2**20, 1, 100],
+    "piece_bytes": [None, 100, 1000],
     "dynamic": [False, True],
     "compile": ["none", "aot_eager"],
     "collectives": ["backend", "ring"],

@@ -128,6 +128,7 @@ def plan(
         units=units,
         precision=precision,
         reduce_dtype=chosen.reduce_dtype,
+        piece_bytes=0 if chosen.system.is_foreign else None,
         tile=chosen.tile,
         engine=chosen.engine,
         compile=compile_with,

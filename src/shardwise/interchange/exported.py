@@ -6,7 +6,9 @@ from dataclasses import dataclass, fields
 from shardwise.plan import Plan
 
 # Settings of Shardwise's engine; other tools have nothing that corresponds to them.
-_OURS_ALONE = ("engine", "collectives", "capture", "prefetch", "reduces_in_flight", "bucket_bytes", "dynamic")
+_OURS_ALONE = (
+    "engine", "collectives", "capture", "prefetch", "reduces_in_flight", "bucket_bytes", "piece_bytes", "dynamic",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

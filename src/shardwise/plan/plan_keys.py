@@ -111,6 +111,13 @@ class PlanKeys:
     bucket_bytes: int = key(
         25 * 2**20, "least size of gradients that are reduced together, where gradients are replicated", least=1
     )
+    piece_bytes: int | None = key(
+        None,
+        "most bytes, without padding, of a buffer in which sharded gradients are reduced: those of a larger unit are "
+        "reduced in pieces, one after the other, in less memory and more time (default: 2**29 for the root, "
+        "embeddings and heads; blocks in one piece); 0: every unit in one piece. A unit has at most 256",
+        least=0,
+    )
     owned: tuple[str, ...] = key(
         (),
         "parameters (`blocks.*.weight`) of which one rank holds the whole optimizer state and steps the whole "

@@ -49,14 +49,15 @@ def sent_bytes(job: Job) -> int:
     """Return the bytes that one rank sends in a step, over all its passes."""
     assert job.plan.mesh is not None
     mesh, weights = job.plan.mesh, job.short.weights
-    members = {bucket.name: bucket.units for bucket in job.program.buckets}
+    buckets = {bucket.name: bucket for bucket in job.program.buckets}
     sizes = sizes_of(job.spec, plan=job.plan)
 
     def unfolded(operation: Operation) -> float:
         # One unit of a folded model stands for several.
         if operation.kind not in ON_BUCKETS:
             return weights.get(operation.subject, 1) * operation.num_bytes
-        whole = sum(weights.get(unit, 1) * sizes[unit].reduce_bytes for unit in members[operation.subject])
+        bucket = buckets[operation.subject]
+        whole = sum(weights.get(unit, 1) * sizes[unit].reduce_bytes for unit in bucket.units) / bucket.num_pieces
         return whole / mesh.shard if operation.kind is Kind.REDUCE_SLICE else whole
 
     sent = sent_by_kind(job.program, placements=job.placements, mesh=mesh, num_bytes=unfolded)

@@ -10,7 +10,7 @@ from typing import Any
 from shardwise.plan import Plan
 from shardwise.plan.placement import SHARDED
 from shardwise.program.fp8_layers import is_fp8
-from shardwise.spec import TensorSpec, UnitSpec
+from shardwise.spec import ROOT, TensorSpec, UnitSpec
 from shardwise.vocabulary.dtypes import BYTES_PER_ELEMENT, compute_dtype, has_gradients, master_dtype, reduce_dtype
 from shardwise.vocabulary.layout import ALIGNMENT, Layout, lay_out
 
@@ -183,6 +183,27 @@ def owned_bytes(unit: UnitSpec, *, plan: Plan) -> int:
 def reduce_bytes(unit: UnitSpec, *, plan: Plan) -> int:
     """Return the bytes of the gradients of trained buffers, in their reduce dtypes, without padding."""
     return sum(flat.reduce_bytes * flat.num_elements for flat in flat_specs(unit, plan=plan) if flat.is_trained)
+
+
+PIECE_BYTES = 512 * 2**20
+"""Of a piece of the gradients of the root, an embedding or a head, if the plan has no piece_bytes.
+
+These units come once in a step. A block is reduced while the next one computes, which would have to wait for all of
+its pieces but the last: planned steps of Llama-3.1-8B would take 3% longer, of 70B 17%.
+"""
+
+MOST_PIECES = 256
+"""Of a unit, each of which is a few operations of the program."""
+
+
+def num_pieces(unit: UnitSpec, *, plan: Plan) -> int:
+    """Return the number of pieces in which a unit's gradients are reduced; only our engine cuts sharded ones."""
+    bound = plan.piece_bytes
+    if bound is None and (unit.name == ROOT or unit.from_root):
+        bound = PIECE_BYTES
+    if not bound or plan.engine != "shardwise" or plan.placement(unit.name).grads is not SHARDED:
+        return 1
+    return min(max(-(-reduce_bytes(unit, plan=plan) // bound), 1), MOST_PIECES)
 
 
 @lru_cache(maxsize=4096)

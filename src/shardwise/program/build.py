@@ -7,7 +7,14 @@ from typing import Any
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import SHARDED, Placement
-from shardwise.program.buffers import gather_bytes, num_fp8, owned_bytes, reduce_bytes, update_gather_bytes
+from shardwise.program.buffers import (
+    gather_bytes,
+    num_fp8,
+    num_pieces,
+    owned_bytes,
+    reduce_bytes,
+    update_gather_bytes,
+)
 from shardwise.program.operations import Bucket, Kind, Operation, Row, StepProgram, Trigger
 from shardwise.program.rules import rules_of
 from shardwise.program.rules.context import Rules, StepContext, StepEvent
@@ -143,7 +150,7 @@ def _buckets(
 ) -> tuple[Bucket, ...]:
     """Return buckets in the order of backward: replicated gradients grouped up to bucket_bytes, sharded ones by unit.
 
-    A unit that is never called comes last: other ranks may call it.
+    A unit that is never called comes last: other ranks may call it. A unit larger than piece_bytes is cut.
     """
     ready = [event.unit for event in events if event.trigger is Trigger.GRADS_READY]
     uncalled = [unit.name for unit in spec.units if unit.name not in ready]
@@ -166,9 +173,24 @@ def _buckets(
             groups.append([name])
             sizes.append(num_bytes)
     return tuple(
-        Bucket(name="+".join(group), units=tuple(group), num_bytes=size)
+        bucket
         for group, size in zip(groups, sizes, strict=True)
+        for bucket in _pieces(
+            Bucket(name="+".join(group), units=tuple(group), num_bytes=size),
+            num_pieces=num_pieces(spec.unit(group[0]), plan=plan),
+        )
     )
+
+
+def _pieces(bucket: Bucket, *, num_pieces: int) -> Iterator[Bucket]:
+    """Yield the pieces in which a bucket is reduced."""
+    if num_pieces == 1:
+        yield bucket
+        return
+    for piece in range(num_pieces):
+        start, stop = (place * bucket.num_bytes // num_pieces for place in (piece, piece + 1))
+        name = f"{bucket.name} {piece + 1}/{num_pieces}"
+        yield replace(bucket, name=name, num_bytes=stop - start, piece=piece, num_pieces=num_pieces)
 
 
 def _slice_bytes(

@@ -8,7 +8,8 @@ from enum import Enum
 class Kind(Enum):
     """The kind of an operation; the value is the verb that pictures and tapes show.
 
-    `take grads` moves a unit's gradients into the buffer that its bucket is reduced in.
+    `take grads` copies a unit's gradients into the buffer that its bucket is reduced in; of a unit that is reduced in
+    pieces, those of one piece.
 
     On a mesh with a second axis, a reduce of sharded gradients sums them over the shard axis: this rank's slice is then
     reduced once more, over `replicate`, and is complete after the wait for that.
@@ -121,11 +122,25 @@ def crossing_buckets(operations: Iterable[Operation]) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Consecutive units, in the order of backward, of one placement, whose gradients are reduced together."""
+    """Consecutive units, in the order of backward, of one placement, whose gradients are reduced together.
+
+    Or a piece of a large unit's sharded gradients: number `piece` of `num_pieces`.
+    """
 
     name: str
     units: tuple[str, ...]
     num_bytes: int
+    piece: int = 0
+    num_pieces: int = 1
+
+    @property
+    def is_last(self) -> bool:
+        """Whether all gradients of its units are reduced with it: it is no piece, or the last one."""
+        return self.piece == self.num_pieces - 1
+
+    def taken_as(self, unit: str) -> str:
+        """Return the subject of the operation that takes a unit's gradients for it."""
+        return unit if self.num_pieces == 1 else self.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

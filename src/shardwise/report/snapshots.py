@@ -92,10 +92,10 @@ def snapshots_of(spec: ModelSpec, *, plan: Plan, num_ranks: int) -> StepSnapshot
     )
 
 
-def bucket_label(units: tuple[str, ...]) -> str:
-    """Return blocks.2+1 for two neighbours, blocks.11…(root) for many."""
+def bucket_label(name: str, units: tuple[str, ...]) -> str:
+    """Return blocks.2+1 for two neighbours, blocks.11…(root) for many; the name of one unit, or of its piece."""
     if len(units) == 1:
-        return units[0]
+        return name
     first, last = units[0], units[-1]
     stem = first.rpartition(".")[0]
     if stem and last.startswith(stem + "."):
@@ -129,8 +129,11 @@ class RankState:
         self.params = {name: self._home(name, "params") for name in self.units}
         self.optim = {name: self._home(name, "optim") for name in self.units}
         self.grads: dict[str, Holding] = {}
-        # Units whose slice of the gradients is in flight over a second axis of the mesh.
+        # Buckets that are being reduced; and those of them whose slices are in flight over a second axis of the mesh.
+        self.reducing: set[str] = set()
         self.crossing: set[str] = set()
+        # The last bucket of a unit: it may be reduced in pieces.
+        self._last = {unit: name for name, members in buckets.items() for unit in members}
         # Unit → bytes of whole matrices, and of their gradients, that this rank updates as their owner.
         self.owned_bytes: dict[str, int] = {}
         self._crossing_buckets = crossing_buckets
@@ -139,6 +142,7 @@ class RankState:
     def begin_step(self) -> None:
         """Drop the gradients, as between two steps; gathers that the last step left in flight stay so."""
         self.grads = dict.fromkeys(self.units, Holding.NOTHING)
+        self.reducing.clear()
         self.crossing.clear()
 
     def _home(self, name: str, state: str) -> Holding:
@@ -160,15 +164,18 @@ class RankState:
             case Kind.BACKWARD if self.units[name].num_trained:
                 self.grads[name] = Holding.DIFFERS
             case Kind.REDUCE:
+                self.reducing.add(name)
                 self.grads.update(dict.fromkeys(self.buckets[name], Holding.ON_ITS_WAY))
             case Kind.WAIT_REDUCE if name in self._crossing_buckets:
                 # The sum over this rank's group alone is not a gradient yet.
                 pass
             case Kind.REDUCE_SLICE:
-                self.crossing.update(self.buckets[name])
+                self.crossing.add(name)
             case Kind.WAIT_REDUCE | Kind.WAIT_SLICE:
-                self.crossing.difference_update(self.buckets[name])
-                self.grads.update({member: self._home(member, "grads") for member in self.buckets[name]})
+                self.reducing.discard(name)
+                self.crossing.discard(name)
+                complete = [member for member in self.buckets[name] if self._last[member] == name]
+                self.grads.update({member: self._home(member, "grads") for member in complete})
             case Kind.UPDATE:
                 self._update()
             case (
@@ -202,7 +209,8 @@ class RankState:
     def _bytes(self, name: str, holds: Mapping[str, Mapping[str, Holding]]) -> int:
         unit = self.units[name]
         params, grads = unit.num_params * _FP32_BYTES, unit.num_trained * _FP32_BYTES
-        held = self._part(grads, Holding.SLICE if name in self.crossing else holds["grads"][name])
+        is_crossing = self._last.get(name) in self.crossing
+        held = self._part(grads, Holding.SLICE if is_crossing else holds["grads"][name])
         if name in self._on_host:
             gathered = holds["params"][name] is not Holding.SLICE
             return held + (self._part(params, holds["params"][name]) if gathered else 0)

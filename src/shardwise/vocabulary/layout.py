@@ -33,6 +33,29 @@ class Layout:
         """Return the cut of the buffer into its parameters."""
         return cut_out([(offset, offset + size) for offset, size in self.sizes()], end=self.num_elements)
 
+    def piece(self, number: int, *, num_pieces: int) -> "BufferPiece":
+        """Return one of `num_pieces` pieces of the buffer: its share of every slice.
+
+        After the piece is reduce-scattered, each rank has the sums of the same part of its slice.
+        """
+        start, stop = piece_of_slice(self.slice_elements, number=number, num_pieces=num_pieces)
+        parts: list[tuple[int, int, int]] = []
+        places: list[tuple[int, int]] = []
+        for parameter, (offset, size) in enumerate(self.sizes()):
+            for index in range(offset // self.slice_elements, -(-(offset + size) // self.slice_elements)):
+                begin = index * self.slice_elements + start
+                first, last = max(offset, begin), min(offset + size, begin + stop - start)
+                if first < last:
+                    parts.append((parameter, first - offset, last - offset))
+                    moved = index * (stop - start) - begin
+                    places.append((first + moved, last + moved))
+        num_elements = self.num_slices * (stop - start)
+        cut = cut_out(places, end=num_elements)
+        is_last = number == num_pieces - 1
+        return BufferPiece(
+            start=start, stop=stop, num_elements=num_elements, is_last=is_last, parts=tuple(parts), cut=cut
+        )
+
     def owned(self, index: int) -> list[tuple[int, int, int]]:
         """Return (parameter, start, stop) of each parameter in slice `index`, in elements from the slice's start.
 
@@ -57,6 +80,31 @@ class BufferCut:
 
     sizes: tuple[int, ...]
     places: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferPiece:
+    """The elements from `start` to `stop` of every slice, one slice after the other.
+
+    parts   (parameter, start, stop) in elements of each parameter that lies in it, in the order of their places
+    cut     the cut of the piece into these
+    """
+
+    start: int
+    stop: int
+    num_elements: int
+    is_last: bool
+    parts: tuple[tuple[int, int, int], ...]
+    cut: BufferCut
+
+
+def piece_of_slice(slice_elements: int, *, number: int, num_pieces: int) -> tuple[int, int]:
+    """Return (start, stop) of one of `num_pieces` equal, aligned parts of a slice; of a small one some are empty."""
+    start, stop = (
+        place * slice_elements // num_pieces // ALIGNMENT * ALIGNMENT if place < num_pieces else slice_elements
+        for place in (number, number + 1)
+    )
+    return start, stop
 
 
 def cut_out(parts: Sequence[tuple[int, int]], *, end: int) -> BufferCut:

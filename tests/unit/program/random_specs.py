@@ -72,6 +72,7 @@ def plans(draw: st.DrawFn, *, spec: ModelSpec) -> Plan:
         prefetch=draw(st.sampled_from([1, 2, 0, 3, 4])),
         reduces_in_flight=draw(st.integers(1, 3)),
         bucket_bytes=draw(st.sampled_from([1, 100, 400, 25 * 2**20])),
+        piece_bytes=draw(st.sampled_from([None, 0, 11, 100])),
         precision=draw(st.sampled_from(["fp32", "bf16", "native"])),
         recompute_overrides=draw(st.dictionaries(names, st.just("full"), max_size=2)),
         mesh=draw(st.sampled_from([None, Mesh(shard=2), Mesh(replicate=2, shard=2), Mesh(replicate=3)])),

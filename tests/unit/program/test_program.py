@@ -1,5 +1,6 @@
 """The program of a step, written out for small models; test_properties.py says what holds of every program."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.program import Kind, Operation, Trigger, build
+from shardwise.program.buffers import MOST_PIECES, PIECE_BYTES
 from shardwise.program.operations import ON_BUCKETS
 from shardwise.spec import NONE, ROOT, UNANNOUNCED, ModelSpec, TensorSpec, UnitSpec
 
@@ -232,6 +234,80 @@ def test_what_is_kept_in_fp32_is_gathered_in_fp32() -> None:
     program = build(spec, plan=Plan(strategy="fsdp", precision="bf16", keep_fp32=("(root)",)))
     gathered = {op.subject: op.num_bytes for op in program.operations() if op.kind is Kind.GATHER}
     assert gathered == {"(root)": 40, "blocks.0": 40, "blocks.1": 20}
+
+
+# Pieces
+
+
+def of_gradients(spec: ModelSpec, *, reduces: bool = True, **settings: object) -> list[str]:
+    program = build(spec, plan=Plan.from_dict(settings), reduces=reduces)
+    kinds = (Kind.TAKE_GRADS, *ON_BUCKETS)
+    shown = ["; ".join(str(one) for one in row.operations if one.kind in kinds) for row in program.rows]
+    return [line for line in shown if line]
+
+
+def test_the_next_piece_of_a_unit_is_taken_while_the_last_one_is_reduced() -> None:
+    assert of_gradients(TWO_BLOCKS, strategy="fsdp", piece_bytes=20) == [
+        "take grads blocks.1 1/2; reduce blocks.1 1/2; "
+        "take grads blocks.1 2/2; wait reduce blocks.1 1/2; reduce blocks.1 2/2",
+        "take grads blocks.0 1/2; wait reduce blocks.1 2/2; reduce blocks.0 1/2; "
+        "take grads blocks.0 2/2; wait reduce blocks.0 1/2; reduce blocks.0 2/2",
+        "take grads (root) 1/2; wait reduce blocks.0 2/2; reduce (root) 1/2; "
+        "take grads (root) 2/2; wait reduce (root) 1/2; reduce (root) 2/2",
+        "wait reduce (root) 2/2",
+    ]
+
+
+def test_pieces_that_are_kept_are_all_taken_at_once() -> None:
+    kept = of_gradients(TWO_BLOCKS, reduces=False, strategy="zero2", piece_bytes=20)
+    assert kept[0] == "take grads blocks.1 1/2; take grads blocks.1 2/2"
+
+
+def test_slices_of_pieces_cross_a_second_axis_one_by_one() -> None:
+    line = of_gradients(model("a"), strategy="zero2", piece_bytes=20, mesh=HYBRID)[1]
+    assert line == (
+        "take grads (root) 1/2; wait reduce a 2/2; reduce slice a 2/2; wait slice a 1/2; reduce (root) 1/2; "
+        "take grads (root) 2/2; wait reduce (root) 1/2; reduce slice (root) 1/2; wait slice a 2/2; reduce (root) 2/2"
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "sizes"),
+    [
+        ({"strategy": "fsdp", "piece_bytes": 39}, [20] * 6),
+        ({"strategy": "zero2", "piece_bytes": 15}, [13, 13, 14] * 3),
+        ({"strategy": "fsdp", "piece_bytes": 40}, [40] * 3),
+        ({"strategy": "fsdp", "piece_bytes": 0}, [40] * 3),
+        ({"strategy": "fsdp"}, [40] * 3),
+        # The buffer of replicated gradients becomes the gradients; torch's engine has a schedule of its own.
+        ({"strategy": "zero1", "piece_bytes": 10}, [120]),
+        ({"strategy": "fsdp", "piece_bytes": 10, "engine": "torch"}, [40] * 3),
+    ],
+)
+def test_pieces_are_equal_and_no_larger_than_the_plan_says(settings: dict[str, object], sizes: list[int]) -> None:
+    assert [bucket.num_bytes for bucket in build(TWO_BLOCKS, plan=Plan.from_dict(settings)).buckets] == sizes
+
+
+def test_a_unit_has_a_limited_number_of_pieces() -> None:
+    large = replace(unit(ROOT), params=(TensorSpec(name="weight", shape=(MOST_PIECES,)),))
+    spec = ModelSpec(name="large", units=(large,), call_order=(ROOT,))
+    sizes = [bucket.num_bytes for bucket in build(spec, plan=Plan(piece_bytes=1)).buckets]
+    assert sizes == [4] * MOST_PIECES
+
+
+@pytest.mark.parametrize(("precision", "reduce_dtype", "num_pieces"), [("fp32", "fp32", 3), ("bf16", "bf16", 2)])
+def test_by_default_units_that_come_once_are_cut_and_blocks_are_not(
+    precision: str, reduce_dtype: str, num_pieces: int
+) -> None:
+    """A block is reduced while the next one computes."""
+    spec, large = model("embed", "block"), (PIECE_BYTES // 2 + 2,)
+    units = tuple(
+        replace(unit, params=(replace(unit.params[0], shape=large),), from_root=unit.name == "embed")
+        for unit in spec.units
+    )
+    plan = Plan(strategy="fsdp", precision=precision, reduce_dtype=reduce_dtype)
+    found = Counter(bucket.units[0] for bucket in build(replace(spec, units=units), plan=plan).buckets)
+    assert found == {ROOT: num_pieces, "embed": num_pieces, "block": 1}
 
 
 # A mesh with a second axis

@@ -1,7 +1,9 @@
 """What must hold of the program of any model under any plan; a small replay that knows no rule checks it."""
 
 from collections import Counter
-from itertools import pairwise
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import groupby, pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +11,7 @@ from program.random_specs import cases, specs
 
 from shardwise.plan import Plan
 from shardwise.plan.placement import REPLICATED, SHARDED, STRATEGIES
-from shardwise.program import Kind, Operation, StepProgram, Trigger, build
+from shardwise.program import Bucket, Kind, Operation, StepProgram, Trigger, build
 from shardwise.program.build import _events_and_context
 from shardwise.program.rules.ours import OURS
 from shardwise.spec import ANNOUNCED, NONE, ROOT, UNANNOUNCED, ModelSpec
@@ -134,15 +136,19 @@ class Replay:
         self.params[name] = "absent"
 
     def take_grads(self, name: str) -> None:
+        unit = self.buckets[name].units[0] if name in self.buckets else name
         assert name not in self.taken
-        assert self.trainable(name)
-        assert self.num_backwards[name] == self.num_calls_back(name)
+        assert self.trainable(unit)
+        assert self.num_backwards[unit] == self.num_calls_back(unit)
         self.taken.add(name)
+        # At most one piece of a unit waits to be reduced.
+        pieces = [one.name for one in self.buckets.values() if unit in one.units and one.num_pieces > 1]
+        assert len(self.taken.intersection(pieces) - {*self.reduced}) <= 1
 
     def reduce(self, name: str) -> None:
         bucket = self.buckets[name]
         assert name not in self.reduced
-        assert self.taken.issuperset(bucket.units)
+        assert self.taken.issuperset(map(bucket.taken_as, bucket.units))
         assert all(self.num_backwards[member] == self.num_calls_back(member) for member in bucket.units)
         self.reduced.append(name)
         self.reducing.append(name)
@@ -225,6 +231,16 @@ def test_the_rules_leave_their_state_as_they_found_it(case: tuple[ModelSpec, Pla
     assert state == OURS.first_state(context)
 
 
+def _whole(buckets: Iterable[Bucket]) -> list[Bucket]:
+    """Buckets with the pieces of a unit, which follow each other, put together."""
+    found = []
+    for _, group in groupby(buckets, key=lambda bucket: bucket.units):
+        pieces = list(group)
+        assert [piece.piece for piece in pieces] == list(range(pieces[0].num_pieces))
+        found.append(replace(pieces[0], num_bytes=sum(piece.num_bytes for piece in pieces)))
+    return found
+
+
 @given(cases(specs()))
 def test_buckets_partition_the_trainable_units_in_the_order_of_backward(case: tuple[ModelSpec, Plan]) -> None:
     spec, plan = case
@@ -234,7 +250,7 @@ def test_buckets_partition_the_trainable_units_in_the_order_of_backward(case: tu
     num_trainable = {
         unit.name: sum(param.num_elements for param in unit.params if param.trainable) for unit in spec.units
     }
-    buckets = build(spec, plan=plan).buckets
+    buckets = _whole(build(spec, plan=plan).buckets)
     assert [name for bucket in buckets for name in bucket.units] == [
         name for name in (*called, *never_called) if num_trainable[name]
     ]

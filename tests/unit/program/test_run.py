@@ -448,7 +448,7 @@ def test_whatever_a_run_comes_by_all_collectives_are_issued_once_and_in_order(
         )
         assert issued == expected
     taken = [operation.subject for operation in executor.done if operation.kind is Kind.TAKE_GRADS]
-    assert sorted(taken) == sorted(unit for bucket in program.buckets for unit in bucket.units)
+    assert sorted(taken) == sorted(bucket.taken_as(unit) for bucket in program.buckets for unit in bucket.units)
 
 
 @settings(max_examples=40)

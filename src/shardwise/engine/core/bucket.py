@@ -25,7 +25,7 @@ class ReduceBucket:
     """A bucket of the program at work."""
 
     def __init__(self, bucket: Bucket, *, units: list[Unit], setting: CoreSetting) -> None:
-        self.name = bucket.name
+        self.bucket, self.name = bucket, bucket.name
         self._reduces = CollectiveName(f"{Kind.REDUCE.value} {bucket.name}")
         self._reduces_slice = CollectiveName(f"{Kind.REDUCE_SLICE.value} {bucket.name}")
         self.units = units
@@ -39,20 +39,36 @@ class ReduceBucket:
         self.segments: list[Segment] = []
         # Where the gradients of each unit go.
         self._places: dict[str, list[tuple[FlatParams, Segment]]] = {
-            unit.name: [(flat, self._segment_for(flat, dtype=flat.reduce_dtype)) for flat in unit.trained_flats]
+            unit.name: [
+                (flat, segment)
+                for flat in unit.trained_flats
+                if (segment := self._segment_for(flat, dtype=flat.reduce_dtype)) is not None
+            ]
             for unit in units
         }
 
-    def _segment_for(self, flat: FlatParams, *, dtype: torch.dtype) -> Segment:
-        """Sharded gradients are cut into slices flat by flat; replicated ones of a dtype go together."""
+    def _segment_for(self, flat: FlatParams, *, dtype: torch.dtype) -> Segment | None:
+        """Sharded gradients are cut into slices flat by flat; replicated ones of a dtype go together.
+
+        Of a flat with less than one aligned block for each piece, nothing lies in some pieces.
+        """
         if not self.sharded:
             for segment in self.segments:
                 if segment.dtype == dtype:
                     segment.add(flat)
                     return segment
-        name = f"{self.name} {len(self.segments)}"
+        number, num_pieces = self.bucket.piece, self.bucket.num_pieces
+        piece = flat.layout.piece(number, num_pieces=num_pieces) if num_pieces > 1 else None
+        if piece is not None and not piece.num_elements:
+            return None
         segment = Segment(
-            flat, name=name, dtype=dtype, is_freed=self.sharded, group=self.groups.reduce, memory=self._memory
+            flat,
+            name=f"{self.name} {len(self.segments)}",
+            dtype=dtype,
+            is_freed=self.sharded,
+            group=self.groups.reduce,
+            memory=self._memory,
+            piece=piece,
         )
         self.segments.append(segment)
         return segment
@@ -65,10 +81,10 @@ class ReduceBucket:
         for flat, segment in self._places[unit.name]:
             without = segment.take(flat, weight=weight)
             used = used.difference(without) if without else used
-        if weight:
+        if weight and self.bucket.is_last:
             # By what autograd left: it also comes to parameters for which an autograd.Function returned None.
             unit.used |= used
-        self.tape.record(Kind.TAKE_GRADS, unit.name)
+        self.tape.record(Kind.TAKE_GRADS, self.bucket.taken_as(unit.name))
 
     def keep(self) -> None:
         """Leave the gradients in the buffer for a later pass."""
@@ -85,20 +101,26 @@ class ReduceBucket:
             if not segment.holds:
                 continue
             for flat in segment.flats:
-                for view, name in zip(segment.views(flat), flat.names, strict=True):
-                    if name in names:
+                for index, _, view in segment.places(flat):
+                    if flat.names[index] in names:
                         view.zero_()
             if all(name in names for flat in segment.flats for name in flat.names):
                 segment.holds = False
                 segment.release()
 
-    def held(self) -> dict[int, Tensor]:
-        """Parameter, by id → what is held for it."""
-        held: dict[int, Tensor] = {}
+    def add_held(self, held: dict[int, Tensor]) -> None:
+        """Add what is held for each parameter, by id; of a piece, to a tensor that all pieces fill."""
         for segment in self.segments:
             for flat in segment.flats if segment.holds else ():
-                held |= {id(p): view for p, view in zip(flat.params, segment.views(flat), strict=True)}
-        return held
+                if segment.piece is not None and not segment.piece.start:
+                    sizes = zip(flat.params, flat.layout.shapes, strict=True)
+                    held |= {id(p): torch.empty(shape, dtype=segment.dtype, device=flat.device) for p, shape in sizes}
+                for index, part, view in segment.places(flat):
+                    key = id(flat.params[index])
+                    if part is None:
+                        held[key] = view
+                    else:
+                        held[key].view(-1)[part] = view
 
     def discard(self) -> None:
         """Give up the buffers: the bucket is not used any more."""
@@ -109,8 +131,12 @@ class ReduceBucket:
         """Take over what another bucket has held."""
         for segment in self.segments:
             for flat in segment.flats:
-                for parameter, view in zip(flat.params, segment.views(flat), strict=True):
-                    view.copy_(held.pop(id(parameter)))
+                for index, part, view in segment.places(flat):
+                    key = id(flat.params[index])
+                    view.copy_(held.pop(key) if part is None else held[key].reshape(-1)[part])
+                if segment.piece is not None and segment.piece.is_last:
+                    for parameter in flat.params:
+                        del held[id(parameter)]
         self.keep()
 
     def start(self) -> None:
@@ -143,7 +169,7 @@ class ReduceBucket:
             if not self.sharded:
                 self._deliver_whole(segment)
             elif not self.crosses:
-                self._deliver_slice(segment)
+                self._deliver_slice(segment, segment.own)
         self.tape.record(Kind.WAIT_REDUCE, self.name, self._num_bytes)
 
     def start_slice(self) -> None:
@@ -169,6 +195,9 @@ class ReduceBucket:
             segment.wait()
             (flat,) = segment.flats
             assert segment.buffer is not None
+            if segment.piece is not None:
+                self._deliver_slice(segment, segment.buffer)
+                continue
             # The slice is a copy already: in the dtype of the gradients it becomes them.
             flat.add_grads(segment.buffer.to(flat.master_dtype).mul_(self.scale))
             segment.release()
@@ -192,21 +221,31 @@ class ReduceBucket:
         for segment in self.segments:
             if segment.work is not None:
                 segment.wait()
-            if not segment.holds:
-                segment.release()
+            segment.drop()
 
-    def _deliver_slice(self, segment: Segment) -> None:
-        """Give a flat the average of its slice: a copy, so that the buffer can be freed."""
-        (flat,), sums = segment.flats, segment.own
+    def _deliver_slice(self, segment: Segment, sums: Tensor | None) -> None:
+        """Give a flat the average of its slice: a copy, so that the buffer can be freed.
+
+        Pieces bring their parts of it one by one; with the last one it is complete.
+        """
+        (flat,), piece = segment.flats, segment.piece
         assert sums is not None
-        average = self._memory.empty(segment.name, sums.numel(), dtype=flat.master_dtype, device=sums.device)
+        average = flat.shared.average
+        if average is None:
+            size = flat.layout.slice_elements
+            average = self._memory.empty(segment.name, size, dtype=flat.master_dtype, device=sums.device)
+        part = average if piece is None else average[piece.start : piece.stop]
         if flat.master_dtype == segment.dtype:
-            torch.mul(sums, self.scale, out=average)
+            torch.mul(sums, self.scale, out=part)
         else:
-            average.copy_(sums).mul_(self.scale)
-        flat.add_grads(average)
+            part.copy_(sums).mul_(self.scale)
+        is_complete = piece is None or piece.is_last
+        flat.shared.average = None if is_complete else average
+        if is_complete:
+            flat.add_grads(average)
         segment.release()
-        announce(self._events.grads_averaged, flat)
+        if is_complete:
+            announce(self._events.grads_averaged, flat)
 
     def _deliver_whole(self, segment: Segment) -> None:
         assert segment.buffer is not None

@@ -328,7 +328,7 @@ class Core:
             for segment in bucket.segments:
                 segment.work = None
                 segment.holds = False
-                segment.release()
+                segment.drop()
         runner.flags.work = None
         runner.hooks.abandon_backward()
         runner.forwards, runner.called = 0, False

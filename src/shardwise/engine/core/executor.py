@@ -55,7 +55,11 @@ class EngineExecutor:
     def hold_buckets(self, buckets: Iterable[ReduceBucket]) -> None:
         """Reduce gradients in these buckets from here on."""
         self.buckets = {bucket.name: bucket for bucket in buckets}
-        self._bucket_of = {unit.name: bucket for bucket in self.buckets.values() for unit in bucket.units}
+        self._takes = {
+            bucket.bucket.taken_as(unit.name): partial(bucket.take_grads, unit)
+            for bucket in self.buckets.values()
+            for unit in bucket.units
+        }
 
     def action(self, operation: Operation, row: Row) -> Action:
         name, kind = operation.subject, operation.kind
@@ -69,7 +73,7 @@ class EngineExecutor:
             case Kind.FORWARD | Kind.BACKWARD:
                 return partial(self.compute, self.units[name], kind)
             case Kind.TAKE_GRADS:
-                return partial(self._bucket_of[name].take_grads, self.units[name])
+                return self._takes[name]
             case Kind.REDUCE:
                 return self.buckets[name].start_locally if operation.is_local else self.buckets[name].start
             case Kind.WAIT_REDUCE:
@@ -163,7 +167,10 @@ class EngineExecutor:
 
     def held(self) -> dict[int, Tensor]:
         """Parameter, by id → what this rank has summed of its gradients for a later backward to reduce."""
-        return {key: view for bucket in self.buckets.values() for key, view in bucket.held().items()}
+        held: dict[int, Tensor] = {}
+        for bucket in self.buckets.values():
+            bucket.add_held(held)
+        return held
 
     def take_held(self) -> dict[int, Tensor]:
         """Return what is held, and give up the buckets with the memory that they keep from step to step."""

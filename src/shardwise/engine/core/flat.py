@@ -16,6 +16,7 @@ from shardwise.comm.collectives import Collectives, own_slice
 from shardwise.comm.groups import MeshGroups
 from shardwise.engine.core.flat_buffers import FlatBuffers, Owned, cut_pieces, unguarded
 from shardwise.engine.core.host_states import HostMemory
+from shardwise.engine.core.shared_grads import SharedGrads
 from shardwise.plan.placement import SHARDED, Placement
 from shardwise.program.buffers import FlatSpec
 from shardwise.torch_internals import torch_private
@@ -53,6 +54,7 @@ class FlatParams(FlatBuffers):
         # The averaged gradients that `p.grad` showed before this backward, which are to be added to.
         self.hidden: list[Tensor | None] = [None] * len(self.params)
         self.awaits_grads = False
+        self.shared = SharedGrads()
         # The averaged gradients that `p.grad` was given, where the owned part's are views of them.
         self.shown: list[Tensor | None] = [None] * len(self.params)
         # The buffers of averages that `p.grad` may show.

@@ -1,6 +1,6 @@
 """A buffer in which gradients meet: where each of them goes, and its use from step to step."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,22 +9,34 @@ from torch import Tensor
 from shardwise.comm.collectives import Work, own_slice
 from shardwise.comm.groups import Group
 from shardwise.engine.core.flat import FlatParams
-from shardwise.engine.core.flat_buffers import unguarded
+from shardwise.engine.core.flat_buffers import cut_pieces
 from shardwise.engine.core.gradient_memory import GradientMemory
+from shardwise.engine.core.shared_grads import take_off
 from shardwise.torch_internals import torch_private
+from shardwise.vocabulary.layout import BufferPiece
 
 
 class Segment:
     """Flat buffers whose gradients share one buffer and one collective: all of one dtype.
 
     `is_freed`: its memory goes when it has done its work; else the gradients lie in it, and it goes with them.
-    `group`: whose ranks own a slice of it each. `memory`: where gradients lie.
+    `group`: whose ranks own a slice of it each. `memory`: where gradients lie. `piece`: the part of a flat's gradients
+    that is reduced here; None: all of them.
     """
 
     def __init__(
-        self, flat: FlatParams, *, name: str, dtype: torch.dtype, is_freed: bool, group: Group, memory: GradientMemory
+        self,
+        flat: FlatParams,
+        *,
+        name: str,
+        dtype: torch.dtype,
+        is_freed: bool,
+        group: Group,
+        memory: GradientMemory,
+        piece: BufferPiece | None = None,
     ) -> None:
         self.name = name
+        self.piece = piece
         self.dtype = dtype
         self.is_freed = is_freed
         self.group = group
@@ -44,7 +56,7 @@ class Segment:
 
     def add(self, flat: FlatParams) -> None:
         self.flats.append(flat)
-        self.num_elements += flat.layout.num_elements
+        self.num_elements += flat.layout.num_elements if self.piece is None else self.piece.num_elements
         self.num_bytes = self.num_elements * self.dtype.itemsize
 
     def views(self, flat: FlatParams) -> list[Tensor]:
@@ -52,6 +64,15 @@ class Segment:
         if self.buffer is None:
             self._renew(flat.device)
         return self._views[self.flats.index(flat)]
+
+    def places(self, flat: FlatParams) -> Iterator[tuple[int, slice | None, Tensor]]:
+        """Yield (parameter, the elements that lie here, their place); None: all of them, in the shape of it."""
+        views = self.views(flat)
+        if self.piece is None:
+            yield from ((index, None, view) for index, view in enumerate(views))
+            return
+        for (index, start, stop), view in zip(self.piece.parts, views, strict=True):
+            yield index, slice(start, stop), view
 
     def _renew(self, device: torch.device) -> None:
         """Return the last step's buffer with its views if it can be used again; else a new one."""
@@ -78,6 +99,9 @@ class Segment:
         return torch.split_with_sizes(self.buffer, [flat.layout.num_elements for flat in self.flats])
 
     def _cut(self) -> list[list[Tensor]]:
+        if self.piece is not None:
+            assert self.buffer is not None
+            return [cut_pieces(self.buffer, self.piece.cut)]
         return [flat.views(part) for flat, part in zip(self.flats, self.parts(), strict=True)]
 
     def take(self, flat: FlatParams, *, weight: float) -> list[int]:
@@ -88,14 +112,16 @@ class Segment:
         """
         # First, since memory may run out in it.
         views = self.views(flat)
-        with unguarded():
-            given = [parameter.grad for parameter in flat.params]
-            for parameter in flat.params:
-                parameter.grad = None
+        if self.piece is None:
+            taken = given = take_off(flat.params)
+        else:
+            taken = flat.shared.take(flat.params, is_last=self.piece.is_last)
+            rows = ((taken[index], start, stop) for index, start, stop in self.piece.parts)
+            given = [None if row is None else row[start:stop] for row, start, stop in rows]
         grads = [grad for grad in given if grad is not None and not grad.is_sparse]
         without: list[int] = []
-        if not weight or len(grads) < len(views):
-            without = [id(parameter) for parameter, grad in zip(flat.params, given, strict=True) if grad is None]
+        if not weight or len(grads) < len(views) or self.piece is not None:
+            without = [id(parameter) for parameter, grad in zip(flat.params, taken, strict=True) if grad is None]
             views, grads = self._present(views, given if weight else [None] * len(views))
         if views:
             self._write(views, grads, weight=weight)
@@ -134,6 +160,13 @@ class Segment:
             self._kept.buffer.untyped_storage().resize_(0)
         self.buffer = self.own = None
         self._views = []
+
+    def drop(self) -> None:
+        """Release the buffer, unless it holds gradients of earlier passes, and what other pieces have yet to take."""
+        if not self.holds:
+            self.release()
+        if self.piece is not None:
+            self.flats[0].shared.clear()
 
     def discard(self) -> None:
         """Give up the buffer. Gradients that somebody holds keep its memory."""

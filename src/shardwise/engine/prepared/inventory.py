@@ -95,6 +95,9 @@ def _of_flat(flat: FlatParams, optimizer: Optimizer | None) -> Iterator[tuple[st
             yield GRADS, grad
     # After zero_grad an update may still read them.
     yield from ((GRADS, grad) for grad in flat.in_use or ())
+    yield from ((REDUCE, grad) for grad in flat.shared.tensors())
+    if flat.shared.average is not None:
+        yield GRADS, flat.shared.average
     with unguarded():
         shown = [parameter.grad for parameter in flat.params]
     for grad in shown:

@@ -3,7 +3,7 @@
 The flat buffers are those that the engine allocates (program/buffers.py).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -12,10 +12,10 @@ from shardwise.errors import UnknownName
 from shardwise.plan import Plan
 from shardwise.plan.placement import SHARDED, Placement
 from shardwise.planner.memory.constants import MemoryRules
-from shardwise.program.buffers import SAMPLED_EVERY, FlatSpec, flat_specs
+from shardwise.program.buffers import SAMPLED_EVERY, FlatSpec, flat_specs, num_pieces
 from shardwise.spec import TensorSpec, UnitSpec
 from shardwise.spec.block_matrices import is_block_matrix
-from shardwise.vocabulary.layout import Layout
+from shardwise.vocabulary.layout import Layout, piece_of_slice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,8 @@ class UnitStates:
     full      unsharded parameters in the compute dtype: always there, or gathered
     params    of full parameters and slices, those that are always there
     optim     the fp32 master if it is separate, and the moments
-    reduce    the buffer in which gradients are reduced; `reduce_slice`: this rank's part of it
+    reduce    the buffers in which gradients are reduced. `reduces`: each by itself, which is one per piece;
+              `reduce_slices`: this rank's part of each
     grads     gradients that the optimizer reads
     owned     what the optimizer steps elementwise, in slices; `largest`: the largest tensor of it
     buffers   the module's buffers
@@ -129,7 +130,8 @@ class UnitStates:
     params: int
     optim: int
     reduce: int
-    reduce_slice: int = 0
+    reduces: tuple[int, ...] = ()
+    reduce_slices: tuple[int, ...] = ()
     grads: int
     owned: int
     largest: int
@@ -148,13 +150,16 @@ class UnitStates:
 def unit_states(unit: UnitSpec, *, placement: Placement, setting: StateSetting) -> UnitStates:
     """Return the bytes of rank 0, whose slices have the least padding."""
     on_host = placement.grads is SHARDED and setting.plan.has_states_on_host(unit.name)
+    num = num_pieces(unit, plan=setting.plan)
     flats = [
-        _flat_states(flat, placement=placement, setting=setting, on_host=on_host)
+        _flat_states(flat, placement=placement, setting=setting, on_host=on_host, num_pieces=num)
         for flat in flat_specs(unit, plan=setting.plan)
     ]
-    sums = ("full", "params", "optim", "reduce", "reduce_slice", "grads", "owned", "host")
+    sums = ("full", "params", "optim", "reduce", "grads", "owned", "host")
     return UnitStates(
         **{name: sum(flat[name] for flat in flats) for name in sums},
+        reduces=_summed(flat["reduces"] for flat in flats),
+        reduce_slices=_summed(flat["reduce_slices"] for flat in flats),
         largest=max((flat["largest"] for flat in flats), default=0),
         chunk=max((flat["chunk"] for flat in flats), default=0),
         buffers=setting.buffer_bytes(unit),
@@ -164,7 +169,13 @@ def unit_states(unit: UnitSpec, *, placement: Placement, setting: StateSetting) 
     )
 
 
-def _flat_states(flat: FlatSpec, *, placement: Placement, setting: StateSetting, on_host: bool) -> dict[str, Any]:
+def _summed(sizes: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    return tuple(map(sum, zip(*sizes, strict=True)))
+
+
+def _flat_states(
+    flat: FlatSpec, *, placement: Placement, setting: StateSetting, on_host: bool, num_pieces: int
+) -> dict[str, Any]:
     plan, rounded, num_slices = setting.plan, setting.rounded, setting.num_slices
     layout, stepped = flat.layout(num_slices=num_slices), flat.master_bytes
     num_elements = layout.num_elements
@@ -181,8 +192,10 @@ def _flat_states(flat: FlatSpec, *, placement: Placement, setting: StateSetting,
         steps = [(param, count) for param, count in steps if not plan.owns(param.name)]
     elementwise = [count * stepped for param, count in steps if setting.optimizer.of(param) is setting.optimizer]
     is_trained = any(param.trainable for param in flat.params)
-    reduce = rounded(num_elements * flat.reduce_bytes) if is_trained else 0
-    reduce_slice = rounded(num_elements // num_slices * flat.reduce_bytes) if is_trained else 0
+    # Of each piece.
+    slices = _slice_pieces(layout, num_pieces=num_pieces) if is_trained else [0] * num_pieces
+    reduces, slices = ([rounded(times * size * flat.reduce_bytes) for size in slices] for times in (num_slices, 1))
+    reduce = sum(reduces)
     if placement.grads is SHARDED:
         grads = rounded(num_elements // num_slices * stepped)
     else:
@@ -197,7 +210,8 @@ def _flat_states(flat: FlatSpec, *, placement: Placement, setting: StateSetting,
         "params": (0 if params_sharded else full) + (held if is_the_parameter else 0),
         "optim": (0 if is_the_parameter else held) + sum(moments),
         "reduce": reduce,
-        "reduce_slice": reduce_slice,
+        "reduces": reduces,
+        "reduce_slices": slices,
         "grads": grads if is_trained else 0,
         "owned": 0 if on_host else sum(elementwise),
         "largest": 0 if on_host else max(elementwise, default=0),
@@ -207,6 +221,12 @@ def _flat_states(flat: FlatSpec, *, placement: Placement, setting: StateSetting,
         "held": tuple(size for size in (0 if params_sharded else full, held) if size),
         "samples": tuple(rounded(-(-count // SAMPLED_EVERY) * stepped) for count in samples),
     }
+
+
+def _slice_pieces(layout: Layout, *, num_pieces: int) -> list[int]:
+    """Return the elements of a slice in each piece."""
+    pieces = (piece_of_slice(layout.slice_elements, number=n, num_pieces=num_pieces) for n in range(num_pieces))
+    return [stop - start for start, stop in pieces]
 
 
 def _host_bytes(flat: FlatSpec, layout: Layout, *, is_trained: bool, setting: StateSetting) -> int:

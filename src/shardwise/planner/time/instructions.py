@@ -45,7 +45,7 @@ def schedule_of(job: Job, *, cluster: Cluster, optimizer: str, clips: bool = Fal
         sizes=sizes_of(job.spec, plan=job.plan),
         overhead=overhead_of(job, cluster=cluster),
         num_pieces=sum(bool(stream.ops) for _, stream in job.streams),
-        members={bucket.name: bucket.units for bucket in job.program.buckets},
+        buckets={bucket.name: bucket for bucket in job.program.buckets},
     )
     return schedule_by(executor)
 

@@ -17,7 +17,7 @@ from shardwise.planner.time.muon_update import muon_seconds
 from shardwise.planner.time.queues import CALL, COMPUTE, SEND, WAIT, Instruction, WorkSeconds
 from shardwise.planner.trace_order import skipped_action
 from shardwise.planner.whole_matrices import matrix_sizes
-from shardwise.program import Kind, Operation, Row, Trigger
+from shardwise.program import Bucket, Kind, Operation, Row, Trigger
 from shardwise.program.compiled_program import Action
 
 # A float64.
@@ -34,7 +34,7 @@ class TimeExecutor:
     works        work in addition to the model's pieces
     overlap      the communication that runs during computation (systems.py)
     num_pieces   number of those pieces; they are numbered before `works`
-    members      the units of each bucket
+    buckets      the buckets of gradients, by name
     host         the traffic with host memory
     """
 
@@ -48,7 +48,7 @@ class TimeExecutor:
     sizes: Mapping[str, UnitSizes]
     overhead: Overhead
     num_pieces: int
-    members: Mapping[str, tuple[str, ...]]
+    buckets: Mapping[str, Bucket]
     overlap: str = "all"
     works: list[WorkSeconds] = field(default_factory=list)
     instructions: list[Instruction] = field(default_factory=list)
@@ -119,16 +119,16 @@ class TimeExecutor:
                 yield self._take(name)
             case Kind.REDUCE:
                 if not operation.is_local:
-                    yield self._reduce(name, num_bytes, units=self.members[name])
+                    yield self._reduce(name, num_bytes, units=self.buckets[name].units)
                     if self.overlap == "none":
                         yield Instruction(WAIT, f"reduce {name}")
             case Kind.WAIT_REDUCE:
-                yield from self._wait_reduce(name, units=self.members[name])
+                yield from self._wait_reduce(self.buckets[name])
             case Kind.REDUCE_SLICE:
-                yield from self._reduce_slice(name, self._reduced_bytes(self.members[name]))
+                yield from self._reduce_slice(name, self._reduced_bytes(self.buckets[name]))
             case Kind.WAIT_SLICE:
                 yield Instruction(WAIT, f"reduce slice {name}", 0, overhead.wait)
-                yield from self._deliver(name, units=self.members[name])
+                yield from self._deliver(self.buckets[name])
             case Kind.REDUCE_FLAGS:
                 if not operation.is_local:
                     yield self._send("reduce flags", rings.world, rings.world.all_reduce_seconds(num_bytes))
@@ -152,7 +152,8 @@ class TimeExecutor:
 
     def _repeated(self, operation: Operation, row: Row) -> Iterator[Instruction]:
         """Yield the same operation for the units that its unit stands for."""
-        unit = self.members.get(operation.subject, (operation.subject,))[0]
+        bucket = self.buckets.get(operation.subject)
+        unit = operation.subject if bucket is None else bucket.units[0]
         others = self.job.weight(unit) - 1
         sent: set[str] = set()
         for one in self._operation(operation, row) if others else ():
@@ -233,12 +234,15 @@ class TimeExecutor:
         return (num_bytes + MASTER_BYTES * elements) / self.job.num_slices
 
     def _take(self, name: str) -> Instruction:
-        """Copy autograd's gradients into the buffer that is reduced."""
-        sizes = self.sizes[name]
+        """Copy autograd's gradients, or a piece of them, into the buffer that is reduced."""
+        bucket = self.buckets.get(name)
+        unit, num_pieces = (name, 1) if bucket is None else (bucket.units[0], bucket.num_pieces)
+        sizes = self.sizes[unit]
         # Under autocast, parameters and their gradients are fp32; autocast's copies are in the trace.
         made = MASTER_BYTES * sizes.trainable if self.job.engine.autocasts else sizes.grad_bytes
         divided = 2 * sizes.reduce_bytes if self.overhead.divides else 0
-        return self._copy(f"take {name}", made + sizes.reduce_bytes + divided, launch=self.overhead.take)
+        copied = (made + sizes.reduce_bytes + divided) // num_pieces
+        return self._copy(f"take {name}", copied, launch=self.overhead.take)
 
     def _reduce(self, name: str, num_bytes: int, *, units: Sequence[str]) -> Instruction:
         rings = self.rings
@@ -257,26 +261,28 @@ class TimeExecutor:
         ring = self.rings.replicate
         yield self._send(f"reduce slice {name}", ring, ring.all_reduce_seconds(num_bytes / self.job.num_slices))
 
-    def _wait_reduce(self, name: str, *, units: Sequence[str]) -> Iterator[Instruction]:
+    def _wait_reduce(self, bucket: Bucket) -> Iterator[Instruction]:
         """Wait, and average the gradients; slices that cross the replicate axis are averaged later (WAIT_SLICE)."""
-        yield Instruction(WAIT, f"reduce {name}", 0, self.overhead.wait)
-        if self.job.placements[units[0]].grads is not SHARDED or self.rings.replicate.num_ranks == 1:
-            yield from self._deliver(name, units=units)
+        yield Instruction(WAIT, f"reduce {bucket.name}", 0, self.overhead.wait)
+        if self.job.placements[bucket.units[0]].grads is not SHARDED or self.rings.replicate.num_ranks == 1:
+            yield from self._deliver(bucket)
 
-    def _deliver(self, name: str, *, units: Sequence[str]) -> Iterator[Instruction]:
-        """Average the gradients of this rank."""
-        num_bytes = self._reduced_bytes(units)
+    def _deliver(self, bucket: Bucket) -> Iterator[Instruction]:
+        """Average the gradients of this rank; with the last piece of a unit they are complete."""
+        num_bytes, units = self._reduced_bytes(bucket), bucket.units
         if self.job.placements[units[0]].grads is SHARDED:
             num_bytes //= self.job.num_slices
         if not self.overhead.divides:
-            yield self._copy(f"average {name}", 2 * num_bytes, launch=self.overhead.deliver)
+            yield self._copy(f"average {bucket.name}", 2 * num_bytes, launch=self.overhead.deliver)
+        if not bucket.is_last:
+            return
         if self.host.units >= set(units) and self.job.plan.offload_update == "host":
-            yield self.host.fetch(name, num_bytes)
+            yield self.host.fetch(bucket.name, bucket.num_pieces * num_bytes)
         if self.job.plan.updates_in_backward and self.job.placements[units[0]].grads is SHARDED:
             yield from self._update_unit(units[0])
 
-    def _reduced_bytes(self, units: Sequence[str]) -> int:
-        return sum(self.sizes[unit].reduce_bytes for unit in units)
+    def _reduced_bytes(self, bucket: Bucket) -> int:
+        return sum(self.sizes[unit].reduce_bytes for unit in bucket.units) // bucket.num_pieces
 
     def _update(self) -> Iterator[Instruction]:
         job, num_elements, num_tensors, refreshed, clipped = self.job, 0, 0, 0, 0

@@ -81,7 +81,11 @@ class StepContext:
         return self.placements[bucket.units[0]].grads is SHARDED
 
     def bucket_of(self, unit: str) -> Bucket | None:
-        return next((bucket for bucket in self.buckets if unit in bucket.units), None)
+        return next(iter(self.buckets_of(unit)), None)
+
+    def buckets_of(self, unit: str) -> tuple[Bucket, ...]:
+        """Return the bucket of a unit, or the pieces in which it is reduced; none if it has no gradients."""
+        return tuple(bucket for bucket in self.buckets if unit in bucket.units)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,19 +61,20 @@ def before_backward(state: State, event: StepEvent, context: StepContext) -> Out
 
 
 def grads_ready(state: State, event: StepEvent, context: StepContext) -> Outcome:
-    """Free the parameters and take the gradients; reduce the bucket when it is complete."""
+    """Free the parameters and take the gradients; reduce the bucket when it is complete.
+
+    The next piece of a large unit is taken while the previous one is reduced.
+    """
     operations: tuple[Operation, ...] = ()
     if context.sharded(event.unit) and event.unit in state.whole:
         state, operations = _free(state, event.unit)
     state = replace(state, with_grads=state.with_grads | {event.unit})
-    bucket = context.bucket_of(event.unit)
-    if bucket is None:
-        return state, operations
-    operations += (Operation(kind=Kind.TAKE_GRADS, subject=event.unit),)
-    if not context.reduces or not state.with_grads.issuperset(bucket.units):
-        return state, operations
-    state, reduces = _reduce(state, bucket, context)
-    return state, (*operations, *reduces)
+    for bucket in context.buckets_of(event.unit):
+        operations += (_take(bucket, event.unit),)
+        if context.reduces and state.with_grads.issuperset(bucket.units):
+            state, reduces = _reduce(state, bucket, context)
+            operations += reduces
+    return state, operations
 
 
 def backward_done(state: State, event: StepEvent, context: StepContext) -> Outcome:
@@ -81,7 +82,7 @@ def backward_done(state: State, event: StepEvent, context: StepContext) -> Outco
     operations: tuple[Operation, ...] = ()
     for bucket in context.buckets:
         missing = [unit for unit in bucket.units if unit not in state.with_grads]
-        operations += tuple(Operation(kind=Kind.TAKE_GRADS, subject=unit) for unit in missing)
+        operations += tuple(_take(bucket, unit) for unit in missing)
         if missing and context.reduces:
             state, reduces = _reduce(state, bucket, context)
             operations += reduces
@@ -167,6 +168,10 @@ def _moved(kind: Kind, unit: str, num_bytes: int, context: StepContext) -> Opera
 def _free(state: State, unit: str) -> Outcome:
     state = replace(state, whole=state.whole - {unit}, arrived=state.arrived - {unit})
     return state, (Operation(kind=Kind.FREE, subject=unit),)
+
+
+def _take(bucket: Bucket, unit: str) -> Operation:
+    return Operation(kind=Kind.TAKE_GRADS, subject=bucket.taken_as(unit))
 
 
 def _reduce(state: State, bucket: Bucket, context: StepContext) -> Outcome:

@@ -137,7 +137,9 @@ def _case(case: CaseResult, *, placements: Mapping[str, Placement], mesh: Mesh) 
             [name, "".join("S" if getattr(placements[name], state) is SHARDED else "R" for state in STATES)]
             for name in names
         ],
-        "subjects": [[bucket_label(units), [names.index(unit) for unit in units]] for units in subjects.values()],
+        "subjects": [
+            [bucket_label(name, units), [names.index(unit) for unit in units]] for name, units in subjects.items()
+        ],
         "captions": list(captions),
         "start": [_HELD[held] for held in states[0]],
         "frames": frames,

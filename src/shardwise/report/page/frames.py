@@ -36,6 +36,9 @@ def _operation(happening: Happening, *, case: CaseResult) -> Operation:
     subject = happening.subject
     units = {unit.name for unit in case.units}
     known: Iterable[str] = case.buckets if kind in ON_BUCKETS else units
+    if kind is Kind.TAKE_GRADS:
+        # Of a piece.
+        known = {*units, *case.buckets}
     if subject not in known or not units.issuperset(case.buckets.get(subject, ())):
         raise WrongTape(f"the tape has {kind.value} {subject!r}, which is none of the {len(units)} units")
     if not case.ledgers or not 0 <= happening.row < len(case.ledgers[0].entries):
@@ -74,11 +77,8 @@ def _state(rank: RankState) -> list[Holding]:
 def _check(operation: Operation, rank: RankState) -> None:
     kind, name = operation.kind, operation.subject
     if kind in (Kind.WAIT_REDUCE, Kind.REDUCE_SLICE, Kind.WAIT_SLICE):
-        units = rank.buckets[name]
-        crosses = rank.crossing.issuperset(units)
-        if any(rank.grads[unit] is not Holding.ON_ITS_WAY for unit in units) or crosses is not (
-            kind is Kind.WAIT_SLICE
-        ):
+        crosses = name in rank.crossing
+        if name not in rank.reducing or crosses is not (kind is Kind.WAIT_SLICE):
             raise WrongTape(f"the tape has {operation}, which is not being reduced")
     elif kind is Kind.WAIT_GATHER and rank.num_slices == 1:
         # In a group of one rank the gather is complete when it is issued.

@@ -99,7 +99,7 @@ def priced_step(
         # Of the reference host; the page scales it for other hosts.
         overhead=job.engine.overhead,
         num_pieces=sum(bool(stream.ops) for _, stream in job.streams),
-        members={bucket.name: bucket.units for bucket in job.program.buckets},
+        buckets={bucket.name: bucket for bucket in job.program.buckets},
     )
     schedule = schedule_by(executor)
     rows = [

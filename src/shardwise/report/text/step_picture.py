@@ -10,7 +10,7 @@ from typing import Any
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import SHARDED, STRATEGIES, Placement, placement_of
-from shardwise.program import Kind, Trigger
+from shardwise.program import Bucket, Kind, Trigger
 from shardwise.program.operations import ON_BUCKETS, WAITS
 from shardwise.report.snapshots import STATES, Holding, Snapshot, StepSnapshots, bucket_label, snapshots_of
 from shardwise.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
@@ -168,7 +168,7 @@ def step_lines(step: StepSnapshots, *, spec: ModelSpec) -> Iterator[str]:
     columns = _columns([unit.name for unit in spec.units])
     cell_width = 2 * len(columns) - 1 + max(2, len(columns[-1][1]))
     bar_width = WIDTH - _OPERATION_WIDTH - len(STATES) * cell_width - _NUMBER_WIDTH - len(" ") - len(" ◀")
-    labels = {bucket.name: bucket_label(bucket.units) for bucket in step.program.buckets}
+    labels = {bucket.name: bucket_label(bucket.name, bucket.units) for bucket in step.program.buckets}
     peak = step.peak
     unit = _unit(peak.held_bytes)
     yield f"rank 0 in one step of {spec.name} ({len(spec.units)} units, {spec.num_params:,} parameters)"
@@ -198,14 +198,14 @@ def _heads(labels: list[str], *, cell_width: int, unit: UnitOfMeasure) -> Iterat
 
 def _with_gaps(step: StepSnapshots, *, shown: set[str | None]) -> Iterator[Snapshot | int]:
     """Yield the snapshots to draw, and between them the number of those left out."""
-    members = {bucket.name: bucket.units for bucket in step.program.buckets}
+    buckets = {bucket.name: bucket for bucket in step.program.buckets}
     peak = step.peak
     num_hidden = 0
     for snapshot in step.snapshots:
         if snapshot.operation is not None and snapshot.operation.kind is Kind.TAKE_GRADS:
             # A copy into the buffer that is reduced next; it does not change what a rank holds.
             continue
-        if snapshot is peak or _is_shown(snapshot, shown=shown, members=members):
+        if snapshot is peak or _is_shown(snapshot, shown=shown, buckets=buckets):
             if num_hidden:
                 yield num_hidden
             num_hidden = 0
@@ -216,14 +216,21 @@ def _with_gaps(step: StepSnapshots, *, shown: set[str | None]) -> Iterator[Snaps
         yield num_hidden
 
 
-def _is_shown(snapshot: Snapshot, *, shown: set[str | None], members: Mapping[str, tuple[str, ...]]) -> bool:
-    """Return whether the row's unit is drawn; in a long row, the operation's subject must be drawn, too."""
+def _is_shown(snapshot: Snapshot, *, shown: set[str | None], buckets: Mapping[str, Bucket]) -> bool:
+    """Return whether the row's unit is drawn; in a long row, the operation's subject must be drawn, too.
+
+    Of the pieces in which a unit is reduced, the first and the last are.
+    """
     if snapshot.row is None or snapshot.operation is None:
         return True
     if snapshot.row.unit not in shown:
         return False
     subject = snapshot.operation.subject
-    return len(snapshot.row.operations) <= _MAX_UNITS + 1 or not shown.isdisjoint(members.get(subject, (subject,)))
+    bucket = buckets.get(subject)
+    if bucket is not None and bucket.piece and not bucket.is_last:
+        return False
+    units = (subject,) if bucket is None else bucket.units
+    return len(snapshot.row.operations) <= _MAX_UNITS + 1 or not shown.isdisjoint(units)
 
 
 def _columns(names: list[str]) -> list[tuple[str | None, str]]:

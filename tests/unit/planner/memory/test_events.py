@@ -75,6 +75,26 @@ def test_fsdp_gathers_one_ahead_and_has_one_reduce_under_way() -> None:
     ]
 
 
+def test_a_unit_in_pieces_has_a_buffer_for_each_and_its_gradients_with_the_first() -> None:
+    assert lines(TWO_BLOCKS, strategy="zero2", piece_bytes=2048) == [
+        "grads ready blocks.1: reduce +2048, reduce +2048, take blocks.1, grads +2048, reduce -2048",
+        "grads ready blocks.0: reduce +2048, reduce -2048, reduce +2048, take blocks.0, grads +2048, reduce -2048",
+        "grads ready (root): reduce +2048, reduce -2048, reduce +2048, take (root), grads +2048, reduce -2048",
+        "backward done (root): reduce -2048",
+    ]
+
+
+def test_slices_of_pieces_become_part_of_the_gradients() -> None:
+    mesh = Mesh(replicate=2, shard=2)
+    plan = Plan(strategy="zero2", piece_bytes=2048, mesh=mesh)
+    job = job_of(model(), plan=plan, num_ranks=4, optimizer="sgd", device="cuda")
+    found = [[shown(change) for change in row.changes] for row in job.memory_rows]
+    assert [changes for changes in found if changes] == [
+        ["reduce +2048", "reduce +2048", "take (root)", "reduce +1024", "reduce -2048"],
+        ["reduce +1024", "reduce -2048", "grads +2048", "reduce -1024", "reduce -1024"],
+    ]
+
+
 def test_fully_shard_copies_out_of_a_flat_buffer_which_forward_keeps_until_the_next() -> None:
     assert lines(TWO_BLOCKS, strategy="fsdp", engine="torch") == [
         "before forward (root): gathered +4096, gathered +4096",

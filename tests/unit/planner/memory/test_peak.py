@@ -27,6 +27,7 @@ PLANS = [
     *(Plan(strategy=strategy, precision="bf16") for strategy in STRATEGIES),
     Plan(precision="bf16", recompute="full", prefetch=3),
     Plan(precision="bf16", recompute="selective", reduces_in_flight=2),
+    Plan(precision="bf16", recompute="full", piece_bytes=2**25),
     Plan(precision="fp32", overrides={"blocks.1?": "ddp", "blocks.2*": "shard_grad_op"}),
     Plan(precision="bf16", recompute="full", recompute_overrides={"blocks.1?": "none"}),
     Plan(precision="bf16", mesh=Mesh(replicate=2, shard=4)),

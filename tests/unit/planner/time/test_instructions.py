@@ -12,6 +12,7 @@ from shardwise.planner.time.collective import rings_of
 from shardwise.planner.time.instructions import overhead_of, schedule_of
 from shardwise.planner.time.queues import CALL, COMPUTE, SEND, WAIT, Instruction
 from shardwise.planner.time.time_executor import TimeExecutor
+from shardwise.planner.traffic import sent_bytes
 from shardwise.program import Kind, Operation, Row, Trigger
 from shardwise.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
 
@@ -113,6 +114,30 @@ def test_slices_cross_a_second_axis_by_each_engines_own_rule() -> None:
     ]
 
 
+def test_each_piece_is_one_collective_of_its_share() -> None:
+    found, whole = ([one for one in sent_in(size) if "reduce blocks.1" in one.name] for size in (2048, 0))
+    assert [one.name for one in found] == ["reduce blocks.1 1/2", "reduce blocks.1 2/2"]
+    # Half of the bytes, and each its latency.
+    assert whole[0].seconds < sum(one.seconds for one in found) < 2 * whole[0].seconds
+    assert sent_bytes(job(strategy="zero2", piece_bytes=2048)) == sent_bytes(job(strategy="zero2"))
+    assert lines(strategy="zero2", piece_bytes=2048)[3:8] == [
+        *("take blocks.1 1/2", "send reduce blocks.1 1/2", "take blocks.1 2/2"),
+        *("wait reduce blocks.1 1/2", "average blocks.1 1/2"),
+    ]
+
+
+def sent_in(piece_bytes: int) -> list[Instruction]:
+    found = schedule_of(job(strategy="zero2", piece_bytes=piece_bytes), cluster=CLUSTER, optimizer="adamw")
+    return [one for one in found.last if one.what == SEND]
+
+
+def test_states_are_updated_in_backward_after_the_last_piece() -> None:
+    found = lines(strategy="fsdp", piece_bytes=2048, update="backward")
+    assert [line for line in found if line.startswith(("average", "update blocks"))][:3] == [
+        *("average blocks.1 1/2", "average blocks.1 2/2", "update blocks.1"),
+    ]
+
+
 def test_passes_before_the_last_take_gradients_and_send_none() -> None:
     found = schedule_of(job(strategy="zero2", accumulate=3), cluster=CLUSTER, optimizer="adamw")
     first = list(map(shown, found.first))
@@ -140,7 +165,7 @@ def test_every_kind_of_operation_is_handled(kind: Kind, trigger: Trigger) -> Non
         sizes=sizes_of(planned.spec, plan=planned.plan),
         overhead=overhead_of(planned, cluster=CLUSTER),
         num_pieces=0,
-        members={bucket.name: bucket.units for bucket in planned.program.buckets},
+        buckets={bucket.name: bucket for bucket in planned.program.buckets},
     )
     row = Row(trigger=trigger, unit=ROOT, call=0, operations=())
     executor.action(Operation(kind=kind, subject=ROOT, num_bytes=64), row)()

@@ -1,5 +1,7 @@
 """The pictures show what the program does, in 80 columns, and the numbers in them follow from formulas."""
 
+from dataclasses import replace
+
 import pytest
 
 from shardwise.plan import Plan
@@ -110,6 +112,27 @@ def test_held_bytes_follow_from_the_placement(num_ranks: int) -> None:
         held = snapshots(strategy, num_ranks=num_ranks)
         assert held.snapshots[0].held_bytes == between[strategy] * MIB, strategy
         assert held.peak.held_bytes == peaks[strategy] * MIB, strategy
+
+
+@pytest.mark.parametrize("reduces_in_flight", [1, 3])
+@pytest.mark.parametrize("mesh", [Mesh(shard=4), Mesh(replicate=2, shard=4)], ids=str)
+def test_gradients_in_pieces_are_on_their_way_until_the_last_one_is_there(mesh: Mesh, reduces_in_flight: int) -> None:
+    cut = Plan(strategy="zero2", piece_bytes=UNIT * MIB // 4, mesh=mesh, reduces_in_flight=reduces_in_flight)
+    found, whole = (
+        snapshots_of(PICTURE, plan=one, num_ranks=mesh.num_ranks) for one in (cut, replace(cut, piece_bytes=0))
+    )
+    assert found.sent_bytes(Kind.REDUCE) == whole.sent_bytes(Kind.REDUCE)
+    assert found.snapshots[-1].holds == whole.snapshots[-1].holds
+    on_its_way = [snapshot.holds["grads"]["blocks.2"] is Holding.ON_ITS_WAY for snapshot in found.snapshots]
+    first, last = on_its_way.index(True), len(on_its_way) - on_its_way[::-1].index(True)
+    assert all(on_its_way[first:last])
+    wait = "wait slice" if mesh.replicate > 1 else "wait reduce"
+    assert [str(found.snapshots[at].operation) for at in (first, last)] == [
+        "reduce blocks.2 1/4",
+        f"{wait} blocks.2 4/4",
+    ]
+    drawn = [line.split()[2] for line in explain(PICTURE, plan=cut) if line.startswith("   reduce blocks.2 ")]
+    assert drawn == ["1/4", "4/4"]
 
 
 def test_sent_bytes_are_those_of_a_ring() -> None:

@@ -9,7 +9,7 @@ from shardwise.plan.placement import SHARDED
 from shardwise.planner.memory.executors.setting import MemoryExecutor, MemorySetting
 from shardwise.planner.memory.replay import Recategorize, TakeGrads
 from shardwise.planner.trace_order import do_nothing, skipped_action
-from shardwise.program import Kind, Operation, Row, StepProgram, crossing_buckets
+from shardwise.program import Bucket, Kind, Operation, Row, StepProgram, crossing_buckets
 from shardwise.program.chunks import GRADS_IN_FLIGHT
 from shardwise.program.compiled_program import Action
 
@@ -19,7 +19,8 @@ class OurMemory(MemoryExecutor):
 
     def __init__(self, program: StepProgram, setting: MemorySetting) -> None:
         super().__init__(program, setting)
-        self._bucket_of = {unit: bucket.name for bucket in program.buckets for unit in bucket.units}
+        self._buckets = {bucket.name: bucket for bucket in program.buckets}
+        self._takes = {bucket.taken_as(unit): (bucket, unit) for bucket in program.buckets for unit in bucket.units}
         # Buckets whose slices are also summed over the replicate axis of the mesh.
         self._crossing = crossing_buckets(program.operations())
         self._called: set[str] = set()
@@ -39,13 +40,13 @@ class OurMemory(MemoryExecutor):
             case Kind.FORWARD:
                 return partial(self._called.add, name)
             case Kind.TAKE_GRADS:
-                return partial(self._take_grads, name)
+                return partial(self._take_grads, *self._takes[name])
             case Kind.WAIT_REDUCE:
-                return partial(self._wait_reduce, name)
+                return partial(self._wait_reduce, self._buckets[name])
             case Kind.REDUCE_SLICE:
-                return partial(self._reduce_slice, name)
+                return partial(self._reduce_slice, self._buckets[name])
             case Kind.WAIT_SLICE:
-                return partial(self._deliver, name)
+                return partial(self._deliver, self._buckets[name])
             case Kind.TO_OWNERS:
                 return partial(self._to_owners, name, operation.num_bytes)
             case Kind.FROM_OWNERS:
@@ -88,51 +89,54 @@ class OurMemory(MemoryExecutor):
 
     # Gradients
 
-    def _take_grads(self, unit: str) -> None:
+    def _take_grads(self, bucket: Bucket, unit: str) -> None:
         """Allocate the bucket's buffer for the first unit that has gradients for it."""
-        bucket = self._bucket_of[unit]
         if not self._is_kept(bucket) and not self._has_buffers:
-            if bucket not in self._with_buffer:
-                self._with_buffer.add(bucket)
-                self._change("reduce", self._bucket_bytes("reduce", bucket)[0])
+            if bucket.name not in self._with_buffer:
+                self._with_buffer.add(bucket.name)
+                self._change("reduce", self._buffer_bytes(bucket)[0])
             if not self._is_sharded(bucket):
                 self._change("reduce", 0, self._bytes("reduce", (unit,))[1])
-        self.changes.append(TakeGrads(unit=unit))
+        if bucket.is_last:
+            self.changes.append(TakeGrads(unit=unit))
 
-    def _wait_reduce(self, bucket: str) -> None:
-        self._with_buffer.discard(bucket)
-        if bucket not in self._crossing:
+    def _wait_reduce(self, bucket: Bucket) -> None:
+        self._with_buffer.discard(bucket.name)
+        if bucket.name not in self._crossing:
             self._deliver(bucket)
 
-    def _reduce_slice(self, bucket: str) -> None:
-        self._change("reduce", self._bucket_bytes("reduce_slice", bucket)[0])
+    def _reduce_slice(self, bucket: Bucket) -> None:
+        self._change("reduce", self._crossing_bytes(bucket))
         self._release_buffer(bucket)
 
-    def _deliver(self, bucket: str) -> None:
+    def _deliver(self, bucket: Bucket) -> None:
         """Give each owner its gradients."""
-        grads, others = self._bucket_bytes("grads", bucket)
+        grads, others = self._bytes("grads", bucket.units)
         if self._is_sharded(bucket):
             self._deliver_slices(bucket, grads, others)
         else:
             self._deliver_replicated(bucket, grads, others)
         summed = self.setting.plan.accumulate > 1 and self.setting.plan.accumulate_reduced
-        if summed and not self._leaves_at_once(self._members[bucket][0]):
+        if summed and bucket.is_last and not self._leaves_at_once(bucket.units[0]):
             # Added to those of earlier passes, and freed.
             self._change("grads", -grads, -others)
 
-    def _deliver_slices(self, bucket: str, grads: int, others: int) -> None:
-        crossed, leaves = self._bucket_bytes("reduce_slice", bucket)[0], self._leaves_at_once(self._members[bucket][0])
-        if bucket in self._crossing and crossed == grads and not leaves:
+    def _deliver_slices(self, bucket: Bucket, grads: int, others: int) -> None:
+        crosses, unit = bucket.name in self._crossing, bucket.units[0]
+        crossed, leaves = self._crossing_bytes(bucket), self._leaves_at_once(unit)
+        if crosses and crossed == grads and not leaves:
             # The slice has the dtype of the gradients, and becomes them.
             self.changes.append(Recategorize(before="reduce", after="grads", num_bytes=crossed))
             self._change("grads", 0, others)
             return
-        self._change("grads", grads, 0 if leaves else others)
-        if leaves and self._is_on_host(self._members[bucket][0]):
+        if not bucket.piece:
+            # For all pieces.
+            self._change("grads", grads, 0 if leaves else others)
+        if leaves and bucket.is_last and self._is_on_host(unit):
             self._send(grads)
-        elif leaves:
+        elif leaves and bucket.is_last:
             self._change("grads", -grads)
-        if bucket in self._crossing:
+        if crosses:
             self._change("reduce", -crossed)
         else:
             self._release_buffer(bucket)
@@ -161,8 +165,8 @@ class OurMemory(MemoryExecutor):
             self._change("grads", -self._sent.popleft())
         super()._update()
 
-    def _deliver_replicated(self, bucket: str, grads: int, others: int) -> None:
-        buffer, other_buffers = self._bucket_bytes("reduce", bucket)
+    def _deliver_replicated(self, bucket: Bucket, grads: int, others: int) -> None:
+        buffer, other_buffers = self._buffer_bytes(bucket)
         if self.setting.plan.reduce_dtype != "fp32":
             self._change("grads", grads, others)
             if not self._is_kept(bucket):
@@ -171,20 +175,27 @@ class OurMemory(MemoryExecutor):
             # The buffer itself becomes the gradients.
             self.changes.append(Recategorize(before="reduce", after="grads", num_bytes=buffer, others=other_buffers))
 
-    def _release_buffer(self, bucket: str) -> None:
+    def _release_buffer(self, bucket: Bucket) -> None:
         """Free the buffer of sharded gradients after the slice was copied."""
-        buffer, others = self._bucket_bytes("reduce", bucket)
+        buffer, others = self._buffer_bytes(bucket)
         self._change("reduce", -buffer, -others if self._has_buffers else 0)
 
-    def _is_sharded(self, bucket: str) -> bool:
-        return self.setting.placements[self._members[bucket][0]].grads is SHARDED
+    def _is_sharded(self, bucket: Bucket) -> bool:
+        return self.setting.placements[bucket.units[0]].grads is SHARDED
 
-    def _is_kept(self, bucket: str) -> bool:
+    def _is_kept(self, bucket: Bucket) -> bool:
         """Return whether the buffer is kept from step to step."""
         return self.setting.rules.keeps_reduce_buffers and not self._is_sharded(bucket)
 
-    def _bucket_bytes(self, state: str, bucket: str) -> tuple[int, int]:
-        return self._bytes(state, self._members[bucket])
+    def _buffer_bytes(self, bucket: Bucket) -> tuple[int, int]:
+        """Return the bytes of a bucket's buffer, and those of the units that its units stand for."""
+        states = self.setting.states
+        sizes = [self.setting.with_others(states[unit].reduces[bucket.piece], unit) for unit in bucket.units]
+        return sum(size for size, _ in sizes), sum(others for _, others in sizes)
+
+    def _crossing_bytes(self, bucket: Bucket) -> int:
+        """Return the bytes of this rank's slice of a bucket's buffer."""
+        return sum(self.setting.states[unit].reduce_slices[bucket.piece] for unit in bucket.units)
 
     # Matrices with owners
 
