@@ -59,7 +59,7 @@ def doctor(
         from shardwise.vocabulary.quantities import bytes_text
 
         source = Source(model, seq=seq)
-        for line in fp8_lines(source.spec_for(setup.plan), plan=setup.plan):
+        for line in fp8_lines(source.spec_for(setup.planned), plan=setup.planned):
             print(line)
         found, more = predict(setup, source.spec_for, cluster=parse_cluster(cluster), micro_batch=micro_batch)
         findings += more

@@ -1,9 +1,10 @@
 """The settings of another tool's file, as a plan."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwise.interchange.setting_values import Settings
 from shardwise.plan import Plan
+from shardwise.plan.policy import AUTO_UNITS
 
 ZERO_STAGES = {0: "ddp", 1: "zero1", 2: "zero2", 3: "fsdp"}
 """DeepSpeed's stage → strategy."""
@@ -39,6 +40,12 @@ class ForeignSetup:
     left_out: tuple[str, ...] = ()
     master_dtype: str = "fp32"
     wraps: tuple[str, ...] | None = None
+
+    @property
+    def planned(self) -> Plan:
+        """Return the plan whose cost is predicted: the catalogue has its own class names, so its own cut is taken."""
+        is_of_others = self.tool != "shardwise" and self.plan.units.startswith("class:")
+        return replace(self.plan, units=AUTO_UNITS) if is_of_others else self.plan
 
 
 def units_of(wraps: tuple[str, ...] | None, *, wraps_nothing: bool) -> str:

@@ -22,7 +22,7 @@ def predict(
     setup: ForeignSetup, spec_for: SpecFor, *, cluster: Cluster, micro_batch: int | None
 ) -> tuple[Candidate, list[Mistake]]:
     """Return the cost of the setup on the cluster, and the mistakes that it shows."""
-    plan = setup.plan
+    plan = setup.planned
     if micro_batch is not None or plan.micro_batch is None:
         plan = replace(plan, micro_batch=micro_batch or 1)
     found = cost(spec_for(plan), plan=plan, cluster=cluster, optimizer="adamw", system=system_of(setup.foreign))

@@ -96,6 +96,7 @@ class EngineLimits:
     calls             functions of the package, and arguments of functions, that it does not have
     untold            categories of memory whose buffers the engine does not report
     has_lean_loss     the planner takes models of the catalogue with the lean loss (models/lean_loss.py)
+    cuts_reduces      sharded gradients of a large unit are reduced in pieces (plan.piece_bytes)
     """
 
     name: str
@@ -106,6 +107,7 @@ class EngineLimits:
     calls: tuple[CallLimit, ...] = ()
     untold: frozenset[str] = frozenset()
     has_lean_loss: bool = True
+    cuts_reduces: bool = True
 
     def why_not(self, plan: PlanSettings, *, placements: Placements | None = None) -> Refusal | None:
         """Return why it cannot run a plan; None if it can.
@@ -322,6 +324,7 @@ LIMITS: Mapping[str, EngineLimits] = MappingProxyType(
             calls=_TORCH_CALLS,
             untold=frozenset({GATHERED, REDUCE}),
             has_lean_loss=False,
+            cuts_reduces=False,
         ),
     }
 )

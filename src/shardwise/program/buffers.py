@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from shardwise.plan import Plan
+from shardwise.plan.limits import LIMITS
 from shardwise.plan.placement import SHARDED
 from shardwise.program.fp8_layers import is_fp8
 from shardwise.spec import ROOT, TensorSpec, UnitSpec
@@ -201,7 +202,7 @@ def num_pieces(unit: UnitSpec, *, plan: Plan) -> int:
     bound = plan.piece_bytes
     if bound is None and (unit.name == ROOT or unit.from_root):
         bound = PIECE_BYTES
-    if not bound or plan.engine != "shardwise" or plan.placement(unit.name).grads is not SHARDED:
+    if not bound or not LIMITS[plan.engine].cuts_reduces or plan.placement(unit.name).grads is not SHARDED:
         return 1
     return min(max(-(-reduce_bytes(unit, plan=plan) // bound), 1), MOST_PIECES)
 
