@@ -90,7 +90,7 @@ def test_a_host_memory_that_is_no_size_is_one_line(capfd: pytest.CaptureFixture[
 def test_the_table_says_what_fits_and_which_to_take(capfd: pytest.CaptureFixture[str]) -> None:
     assert run("llama-3.1-8b", "--cluster", "8xh100-80gb", "--micro-batch", "1") == 0
     out = capfd.readouterr().out
-    assert "Recommended: zero1" in out
+    assert "Recommended: fsdp" in out
     assert "not measured" in out
     assert "times ±" in out
     lines = {line.split()[-1] for line in out.splitlines() if line.strip().startswith(("ddp", "▶"))}
