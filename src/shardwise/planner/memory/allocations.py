@@ -68,8 +68,8 @@ class Ledger:
     _num_slots: int = 0
     # Of the model's storages at this point.
     _stream: str = ""
-    # Buffers of the engine by category and size, oldest first.
-    _buffers: dict[tuple[str, int, int], deque[list[int]]] = field(default_factory=lambda: defaultdict(deque))
+    # Buffers of the engine by category, stream and size, oldest first.
+    _buffers: dict[tuple[str, str, int, int], deque[list[int]]] = field(default_factory=lambda: defaultdict(deque))
     # Slots of the model's storages by unit and number; storages by law, for releases by another unit.
     _storages: dict[tuple[str, int], int] = field(default_factory=dict)
     _sizes: dict[int, Line | ColumnSum] = field(default_factory=dict)
@@ -126,10 +126,10 @@ class Ledger:
         elif isinstance(change, MoveSaved):
             self._move_saved(change)
         elif isinstance(change, Recategorize):
-            held = self._buffers[change.before, change.num_bytes, 0]
+            held = self._buffers[change.before, "", change.num_bytes, 0]
             if held:
                 slots = held.popleft()
-                self._buffers[change.after, change.num_bytes, 0].append(slots)
+                self._buffers[change.after, "", change.num_bytes, 0].append(slots)
                 if change.after == "grads" and self.gradients_apart:
                     self._move_apart(slots)
         elif change.const > 0 or change.per_sample > 0:
@@ -138,9 +138,9 @@ class Ledger:
             slots = [self._allocate(size, stream=stream) for size in sizes]
             if stream == GRADIENTS:
                 self.gradients += sizes
-            self._buffers[change.category, change.const, change.per_sample].append(slots)
+            self._buffers[change.category, change.stream, change.const, change.per_sample].append(slots)
         elif change.const or change.per_sample:
-            held = self._buffers[change.category, -change.const, -change.per_sample]
+            held = self._buffers[change.category, change.stream, -change.const, -change.per_sample]
             if held:
                 self._release(held.popleft())
 

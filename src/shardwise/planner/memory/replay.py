@@ -18,7 +18,7 @@ class Change:
     """Bytes that are allocated (or freed) in a category.
 
     pieces   sizes of the single allocations, if there are several
-    stream   stream that allocates; "" is the compute stream
+    stream   stream that allocates, or has allocated what is freed; "" is the compute stream
     others   bytes of the units that a shortened model leaves out (fold.py)
     """
 

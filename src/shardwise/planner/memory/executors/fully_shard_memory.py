@@ -89,7 +89,7 @@ class FullyShardMemory(MemoryExecutor):
         states = self.setting.states[unit]
         self._change("gathered", states.copy_in, stream=_GATHER)
         self._change("gathered", states.flat, stream=_GATHER)
-        self._change("gathered", -states.copy_in)
+        self._change("gathered", -states.copy_in, stream=_GATHER)
 
     def _wait_gather(self, unit: str, trigger: Trigger) -> Action:
         """Copy the parameters out; in forward the flat buffer replaces that of the previous unit."""
@@ -108,7 +108,7 @@ class FullyShardMemory(MemoryExecutor):
     def _arrive_in_backward(self, unit: str) -> None:
         self._fill_flat(unit)
         self._copy_out(unit)
-        self._change("gathered", -self.setting.states[unit].flat)
+        self._change("gathered", -self.setting.states[unit].flat, stream=_GATHER)
 
     def _copy_out(self, unit: str, *, others: int = 0) -> None:
         self._filled.discard(unit)
@@ -118,7 +118,7 @@ class FullyShardMemory(MemoryExecutor):
 
     def _drop_last(self) -> None:
         if self._last is not None:
-            self._change("gathered", -self.setting.states[self._last].flat)
+            self._change("gathered", -self.setting.states[self._last].flat, stream=_GATHER)
         self._last = None
 
     # Gradients
@@ -140,7 +140,7 @@ class FullyShardMemory(MemoryExecutor):
             self._change("grads", grads, 0 if self._keeps_slices else others, stream=_REDUCE)
             if self._keeps_slices:
                 # Added to those of earlier passes, and freed.
-                self._change("grads", -grads)
+                self._change("grads", -grads, stream=_REDUCE)
 
     def _wait_reduce(self, bucket: str) -> None:
         self._change("reduce", -self._bytes("reduce", self._members[bucket])[0])
