@@ -226,6 +226,14 @@ def test_and_of_torchs_own_engines(num_ranks: int) -> None:
     check("llama", plans, num_ranks=num_ranks)
 
 
+@pytest.mark.parametrize("accumulate", [1, *whole(3)])
+def test_and_of_torchs_own_where_the_embedding_and_the_head_are_units(accumulate: int) -> None:
+    """Reduces of units that are one parameter hold its gradient as well; the embedding's is the last one."""
+    cut = {"units": "class:Block + embed + head", "accumulate": accumulate}
+    plans = [Plan(strategy=strategy, engine="torch", **cut) for strategy in ("fsdp", "shard_grad_op")]
+    check("llama with a large head", plans, num_ranks=4)
+
+
 @pytest.mark.parametrize("strategy", ["fsdp", *whole("shard_grad_op")])
 def test_and_of_a_base_that_is_frozen_in_bf16(strategy: str) -> None:
     """It stays in bf16 on torch's engine too; only what is trained has a master in fp32."""

@@ -122,7 +122,7 @@ class Ledger:
 
     def _change(self, change: MemoryChange) -> None:
         if isinstance(change, TakeGrads):
-            self._release(self._grads.pop(change.unit, {}).values())
+            self._take_grads(change)
         elif isinstance(change, MoveSaved):
             self._move_saved(change)
         elif isinstance(change, Recategorize):
@@ -143,6 +143,16 @@ class Ledger:
             held = self._buffers[change.category, change.stream, -change.const, -change.per_sample]
             if held:
                 self._release(held.popleft())
+
+    def _take_grads(self, change: TakeGrads) -> None:
+        """Release the gradients of a unit but the one that is kept, whose bytes may have been rounded up."""
+        taken = self._grads.pop(change.unit, {})
+        sizes = {key: self._sizes[slot].at(1) for key, slot in taken.items()}
+        fitting = [key for key, size in sizes.items() if size <= change.kept]
+        if fitting:
+            kept = max(fitting, key=sizes.__getitem__)
+            self._grads[change.unit][kept] = taken.pop(kept)
+        self._release(taken.values())
 
     def _move_saved(self, change: MoveSaved) -> None:
         """Release the storages that a unit has left behind; or allocate them again, for backward to release."""

@@ -42,9 +42,13 @@ class Recategorize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakeGrads:
-    """The engine copies the gradients that autograd made for a unit, and frees them."""
+    """The engine copies the gradients that autograd made for a unit, and frees them.
+
+    kept   bytes of one of them that stays until they are taken again
+    """
 
     unit: str
+    kept: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +140,9 @@ class _Replay:
 
     def change(self, row: MemoryRow, change: MemoryChange) -> None:
         if isinstance(change, TakeGrads):
-            self.const[_REDUCE] -= self.pending.pop(change.unit, 0)
+            found = self.pending.pop(change.unit, 0)
+            kept = self.pending[change.unit] = min(change.kept, found)
+            self.const[_REDUCE] -= found - kept
             return
         if isinstance(change, Recategorize):
             self.const[_INDEX[change.before]] -= change.num_bytes

@@ -123,7 +123,8 @@ class UnitStates:
 
     Only for fully_shard, which copies gathered parameters out of a buffer: `flat`, that buffer; `copy_in`, its input;
     `outputs`, sizes of the allocations of `full`. Only for torch's engines: `gradients`, unsharded and one by one, as
-    DDP puts them into buckets, and as fully_shard keeps them between the passes of a step.
+    DDP puts them into buckets, and as fully_shard keeps them between the passes of a step; `last_grad`, the gradient of
+    the last parameter as autograd makes it, if it outlives its copy into `reduce`.
     """
 
     full: int
@@ -145,6 +146,7 @@ class UnitStates:
     copy_in: int = 0
     outputs: tuple[int, ...] = ()
     gradients: tuple[int, ...] = ()
+    last_grad: int = 0
 
 
 def unit_states(unit: UnitSpec, *, placement: Placement, setting: StateSetting) -> UnitStates:

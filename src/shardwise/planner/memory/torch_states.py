@@ -55,6 +55,8 @@ def fully_shard_states(unit: UnitSpec, *, placement: Placement, setting: StateSe
     if num_slices == 1:
         # Each parameter is cast and copied by itself.
         flat, copy_in = 0, max(casts, default=0)
+    # On one rank foreach_reduce skips the loop whose variable keeps it.
+    last = next((param for param in reversed(unit.params) if param.trainable and num_slices > 1), None)
     masters = sum(size for size, cast in zip(held, is_cast, strict=True) if cast)
     return UnitStates(
         full=sum(outputs),
@@ -71,6 +73,7 @@ def fully_shard_states(unit: UnitSpec, *, placement: Placement, setting: StateSe
         copy_in=copy_in,
         outputs=outputs,
         gradients=tuple(rounded(param.num_elements * reduce_bytes) for param in unit.params if param.trainable),
+        last_grad=rounded(last.num_elements * BYTES_PER_ELEMENT[param_dtypes(last, plan=plan)[0]]) if last else 0,
     )
 
 

@@ -4,8 +4,8 @@ Read from torch 2.11 to 2.13: torch/distributed/fsdp/_fully_shard (_fsdp_state.p
 _fsdp_collectives.py).
 
 gather        fills a flat buffer, out of which `wait gather` copies the parameters
-forward       A unit is gathered when its own forward begins. Its flat buffer stays until the next unit's has arrived,
-              the last one until the root's forward ends: hence a second wait for it there. The root is not freed.
+forward       A unit is gathered when its own forward begins. Its flat buffer stays until the next unit's is copied
+              out, the last one until the root's forward ends: hence a second wait for it there. The root is not freed.
 backward      When the backward of a unit begins, the unit whose forward ended before it is gathered ahead.
 gradients     When a unit's are ready, it is freed, the last reduce is waited for, and only then are they taken: one
               reduce runs at a time. Over a second axis of the mesh their slices are summed at once, in a stream that

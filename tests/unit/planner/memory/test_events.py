@@ -40,7 +40,7 @@ def shown(change: MemoryChange) -> str:
         case Change():
             return f"{change.category} {change.const:+}"
         case TakeGrads():
-            return f"take {change.unit}"
+            return f"take {change.unit}" + (f" but {change.kept}" if change.kept else "")
         case Recategorize():
             return f"{change.before} becomes {change.after}"
 
@@ -98,17 +98,18 @@ def test_slices_of_pieces_become_part_of_the_gradients() -> None:
 def test_fully_shard_copies_out_of_a_flat_buffer_which_forward_keeps_until_the_next() -> None:
     assert lines(TWO_BLOCKS, strategy="fsdp", engine="torch") == [
         "before forward (root): gathered +4096, gathered +4096",
-        "before forward blocks.0: gathered +4096, gathered -4096, gathered +4096",
+        "before forward blocks.0: gathered +4096, gathered +4096, gathered -4096",
         "after forward blocks.0: gathered -4096",
-        "before forward blocks.1: gathered +4096, gathered -4096, gathered +4096",
+        "before forward blocks.1: gathered +4096, gathered +4096, gathered -4096",
         "after forward blocks.1: gathered -4096",
         "after forward (root): gathered -4096",
         "before backward (root): gathered +4096",
         "before backward blocks.1: gathered +4096, gathered -4096, gathered +4096",
-        "grads ready blocks.1: gathered -4096, reduce +4096, take blocks.1, grads +2048",
+        "grads ready blocks.1: gathered -4096, reduce +4096, take blocks.1 but 4096, grads +2048, take blocks.1",
         "before backward blocks.0: gathered +4096, gathered -4096",
-        "grads ready blocks.0: gathered -4096, reduce -4096, reduce +4096, take blocks.0, grads +2048",
-        "backward done (root): gathered -4096, reduce -4096, reduce +4096, take (root), grads +2048, reduce -4096",
+        "grads ready blocks.0: gathered -4096, reduce -4096, reduce +4096, take blocks.0 but 4096, grads +2048, take blocks.0",
+        "backward done (root): gathered -4096, reduce -4096, reduce +4096, take (root) but 4096, grads +2048, take (root), "
+        "reduce -4096",
     ]
 
 

@@ -1,9 +1,14 @@
 """The memory of torch's `fully_shard`, operation by operation.
 
 A gather fills one flat buffer, which is then copied out, parameter by parameter. In forward the flat buffer stays until
-the next unit's has arrived; in backward it is freed immediately. Gradients are copied into one buffer in the reduce
-dtype, which stays until the next unit's are complete. Between the passes of a step unsharded gradients are kept, each
-by itself, in the reduce dtype; if every pass reduces, slices are kept. One rank gathers nothing.
+the next unit's has been copied out; in backward it is freed immediately. Gradients are copied into one buffer in the
+reduce dtype, which stays until the next unit's are complete. Between the passes of a step unsharded gradients are kept,
+each by itself, in the reduce dtype; if every pass reduces, slices are kept. One rank gathers nothing.
+
+Local variables of torch's functions hold two buffers longer than the schedule needs (torch 2.11 to 2.13,
+torch/distributed/fsdp/_fully_shard): wait_for_unshard the flat buffer of the previous unit, during the copy, and
+foreach_reduce the gradient of the unit's last parameter, until the reduce has been issued. Where an embedding or a head
+is a unit, either buffer is as large as that unit.
 """
 
 from collections.abc import Mapping
@@ -101,8 +106,8 @@ class FullyShardMemory(MemoryExecutor):
 
     def _arrive_in_forward(self, unit: str) -> None:
         self._fill_flat(unit)
-        self._drop_last()
         self._copy_out(unit, others=self._gathered_bytes(unit)[1])
+        self._drop_last()
         self._last = unit
 
     def _arrive_in_backward(self, unit: str) -> None:
@@ -124,15 +129,15 @@ class FullyShardMemory(MemoryExecutor):
     # Gradients
 
     def _take_grads(self, unit: str) -> None:
-        reduce = self.setting.states[unit].reduce
+        states = self.setting.states[unit]
         if self._keeps_unsharded:
             # Added to those of earlier passes, which are copied into the buffer.
             self.changes.append(TakeGrads(unit=unit))
-            self._change("reduce", reduce)
-            self._change("grads", *self.setting.with_others(-self._kept(unit), unit))
+            self._change("reduce", states.reduce)
+            self._release_kept(unit, self._kept(unit) - self._last_kept(unit))
         else:
-            self._change("reduce", reduce)
-            self.changes.append(TakeGrads(unit=unit))
+            self._change("reduce", states.reduce)
+            self.changes.append(TakeGrads(unit=unit, kept=states.last_grad))
 
     def _reduce(self, bucket: str) -> None:
         for unit in self._members[bucket]:
@@ -141,6 +146,19 @@ class FullyShardMemory(MemoryExecutor):
             if self._keeps_slices:
                 # Added to those of earlier passes, and freed.
                 self._change("grads", -grads, stream=_REDUCE)
+            if self._keeps_unsharded:
+                self._release_kept(unit, self._last_kept(unit))
+            elif self.setting.states[unit].last_grad:
+                self.changes.append(TakeGrads(unit=unit))
+
+    def _release_kept(self, unit: str, num_bytes: int) -> None:
+        """Release gradients of earlier passes."""
+        self._change("grads", *self.setting.with_others(-num_bytes, unit))
+
+    def _last_kept(self, unit: str) -> int:
+        """Return the bytes that earlier passes have kept of the last parameter's gradient, if it outlives the copy."""
+        states = self.setting.states[unit]
+        return states.gradients[-1] if states.last_grad else 0
 
     def _wait_reduce(self, bucket: str) -> None:
         self._change("reduce", -self._bytes("reduce", self._members[bucket])[0])
