@@ -32,6 +32,7 @@ from shardwise.engines import prepare
 from shardwise.plan import Plan
 from shardwise.planner import estimate
 from shardwise.trace import trace_task
+from shardwise.units import unit_modules
 
 WAYS: dict[str, dict[str, str]] = {
     "ordinary": {"capture": "off"},
@@ -63,17 +64,17 @@ def measure(case: str, way: str) -> dict[str, Any]:
     torch.manual_seed(0)
     is_torchs = plan.engine == "torch"
     task = task_of(model, device="cuda")
-    if is_torchs and plan.recompute == "full":
-        # Torch's engine recomputes by marks on the units.
-        recompute_units(task.model)
-        plan = replace(plan, recompute="none")
+    units = unit_modules(task.model)
     prepared, optimizer = prepare(
         task.model,
         make_optimizer("adamw-fused", task.model),
-        plan,
+        # Torch's engine recomputes by marks on the units.
+        replace(plan, recompute="none") if is_torchs else plan,
         device="cuda",
         collectives=None if is_torchs else AbsentCollectives(),
     )
+    if is_torchs and plan.recompute == "full":
+        recompute_units(units)
     batch = task.make_batch(LARGE[model].samples)
 
     def step() -> torch.Tensor:

@@ -1,6 +1,6 @@
 """A training that is measured: what it is, and how it is set up. Several benchmarks measure it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -106,10 +106,11 @@ def set_up(case: Case, *, device: str, made_on: str = "meta", collectives: Any =
         else task_of(case.model, device=made_on, masked=True)
     )
     task.model.train()
-    if case.recompute == "full" and case.engine == "torch":
-        recompute_units(task.model)
+    units = unit_modules(task.model)
     optimizer = make_optimizer(case.optimizer, task.model)
     model, optimizer = prepare(task.model, optimizer, case.plan, device=device, collectives=collectives)
+    if case.recompute == "full" and case.engine == "torch":
+        recompute_units(units)
     batch, names = drawn_batch(task, case=case, device=device), ()
     if not is_catalogue:
         names, batch = tuple(batch), tuple(batch.values())
@@ -121,9 +122,13 @@ def set_up(case: Case, *, device: str, made_on: str = "meta", collectives: Any =
     )
 
 
-def recompute_units(model: nn.Module) -> None:
-    """Do for torch's engine what `Plan(recompute="full")` does for ours: run each unit's forward again in backward."""
-    for name, module in unit_modules(model).items():
+def recompute_units(units: Mapping[str, nn.Module]) -> None:
+    """Do for torch's engine what `Plan(recompute="full")` does for ours: run each unit's forward again in backward.
+
+    For a prepared model, whose units were found before: a head with another forward is no plain Linear to
+    `unit_modules`, so that the model would be prepared with the head in the root.
+    """
+    for name, module in units.items():
         if name != ROOT:
             module.forward = partial(checkpoint, module.forward, use_reentrant=False)
 
