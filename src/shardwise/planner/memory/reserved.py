@@ -115,19 +115,19 @@ def _first_step(run: "_Run", job: Job) -> None:
 
 
 def _later_steps(run: "_Run", job: Job) -> None:
-    """Run the second step and the third; where units are graphs, one step with their memory.
+    """Run the second step and the third; where units are graphs, two steps with their memory.
 
     A step frees all that it allocates. One that needed no new segment leaves the allocator as it was before, so that
-    the next one would be the same.
+    the next one would be the same. The first one with graphs finds no free memory, and leaves some that fits no later
+    request.
     """
     step = run.sized(job.ledger.entries)
     samples = [size for states in job.states.values() for size in states.samples]
-    if not job.plan.captures_units:
-        num_segments = run.allocator.num_segments
-        run.peak = 0
-        run.free_all(run.replay(step, {}))
-        if run.allocator.num_segments == num_segments and not samples:
-            return
+    num_segments = run.allocator.num_segments
+    run.peak = 0
+    run.free_all(run.replay(step, {}))
+    if run.allocator.num_segments == num_segments and not samples:
+        return
     for size in samples:
         run.allocate(size, "samples")
     run.peak = 0
