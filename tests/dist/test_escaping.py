@@ -1,0 +1,91 @@
+"""What escapes from a unit, or enters it, besides its arguments and its result: equal to plain torch (escaping.py).
+
+`pytest --whole -s tests/dist/test_escaping.py` runs all programs under two strategies and prints the table.
+"""
+
+from collections import Counter
+
+import escaping_arguments
+import escaping_hooks
+import escaping_random
+import escaping_results
+import escaping_settings
+import escaping_state
+import escaping_torch
+import pytest
+from escaping import Ending, Program, ending
+from ranks import run_ranks
+
+PROGRAMS: dict[str, Program] = {
+    **escaping_state.PROGRAMS,
+    **escaping_settings.PROGRAMS,
+    **escaping_random.PROGRAMS,
+    **escaping_arguments.PROGRAMS,
+    **escaping_results.PROGRAMS,
+    **escaping_hooks.PROGRAMS,
+    **escaping_torch.PROGRAMS,
+}
+# Programs of the usual run: one of each kind.
+USUAL = (
+    *("nothing_escapes", "attribute_scale", "activation_kept_on_module", "moving_mean_in_place", "buffer_replaced"),
+    *("config_swapped_for_another", "dropout_that_nobody_uses", "list_argument_grows", "keywords_in_another_order"),
+    *("dict_out", "empty_tuple_out", "returns_a_view_of_its_input", "hook_that_goes_again", "own_function"),
+    *("checkpoint_inside", "recomputed_with_buffers", "branch_by_a_value", "error_in_a_unit", "two_models_in_turn"),
+)
+# Programs that end differently on graphs, and how.
+WRONG: dict[str, str] = {
+    "queue_of_activations": "different",
+    "losses_in_a_list": "crash",
+    "counts_in_a_defaultdict": "different",
+    "closure_temperature": "different",
+    "global_number": "different",
+    "global_dict": "different",
+    "config_object": "different",
+    "class_attribute": "different",
+    "back_reference_to_the_model": "different",
+    "set_of_names": "different",
+    "layer_drop_by_random": "different",
+    "noise_scale_by_random": "different",
+    "own_random_in_attribute": "different",
+    "own_random_in_closure": "different",
+    "numpy_global_draw": "different",
+    "numpy_generator_in_attribute": "different",
+    "torch_generator_of_its_own": "different",
+    "list_argument_grows": "crash",
+    "dict_argument_is_written": "different",
+    "returns_its_input_too": "rounding",
+    "hook_on_a_hidden_tensor": "different",
+    "global_hook": "different",
+    "own_function_that_counts": "different",
+    "function_mode_now_and_then": "different",
+    "patched_function_of_torch": "different",
+    "shapes_by_values": "crash",
+}
+
+
+def endings(rank: int, names: tuple[str, ...], strategy: str, graphs: bool) -> dict[str, Ending]:
+    return {name: ending(PROGRAMS[name], strategy=strategy, graphs=graphs) for name in names}
+
+
+def table(names: tuple[str, ...], *, strategy: str, graphs: bool) -> dict[str, Ending]:
+    return run_ranks(endings, num_ranks=1, args=(names, strategy, graphs), timeout_seconds=800.0)[0]
+
+
+@pytest.mark.timeout(300)
+def test_usual_programs_are_equal_to_plain_torch() -> None:
+    found = table(USUAL, strategy="fsdp", graphs=True)
+    wrong = {name: one for name, one in found.items() if one.verdict not in ("equal", "both raise")}
+    assert {name: one.verdict for name, one in wrong.items()} == {name: WRONG[name] for name in USUAL if name in WRONG}
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_programs_are_equal_to_plain_torch(strategy: str, graphs: bool) -> None:
+    found = table(tuple(PROGRAMS), strategy=strategy, graphs=graphs)
+    for name, one in found.items():
+        print(f"{name}: {one.verdict} {one.why} {one.num_replayed} of {one.num_calls} {'; '.join(one.reasons)}")
+    print(Counter(one.verdict for one in found.values()), sum(one.replays for one in found.values()), "replay mostly")
+    wrong = {name: one.verdict for name, one in found.items() if one.verdict not in ("equal", "both raise")}
+    assert wrong == (WRONG if graphs else {})
