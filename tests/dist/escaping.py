@@ -130,7 +130,7 @@ def ending(program: Program, *, strategy: str = "fsdp", graphs: bool = True) -> 
         why=why,
         num_calls=sum(one.num_calls for one in units),
         num_replayed=sum(one.num_replayed for one in units),
-        reasons=tuple(sorted({watched.why_not for one in units for watched in one.watched if watched.why_not})),
+        reasons=tuple(sorted({why for one in units for unit in one.units if (why := unit.reason())})),
     )
 
 

@@ -11,8 +11,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 PROGRAMS: dict[str, Program] = {}
-# Nobody sees that a function of torch was replaced: such a program may differ.
-PATCHED = ("patched_function_of_torch",)
 
 
 def program(train: Program) -> Program:

@@ -7,10 +7,11 @@ are gathered at other addresses now and then.
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from random import Random
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,15 +20,16 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shardwise.engine import engine as engine_module
 from shardwise.engine.activations.recompute import without_random_numbers
 from shardwise.engine.core.core import Core
-from shardwise.engine.graphs.python_state import PythonState
-from shardwise.engine.graphs.reads import NotCaptured, assuming_reads, in_one_line
+from shardwise.engine.graphs.reads import NotCaptured, in_one_line
 from shardwise.engine.unit_graphs import unit_graphs as unit_graphs_module
 from shardwise.engine.unit_graphs.static_place import StaticPlace
+from shardwise.engine.unit_graphs.traced_unit import TracedUnit
 from shardwise.engine.unit_graphs.unit_graphs import UnitGraphs
-from shardwise.engine.unit_graphs.watched_unit import WatchedUnit
 
 # Share of the times at which a unit's parameters are elsewhere.
 _MOVED = 0.05
+# They give a value of the device to Python, which ends a capture.
+_READS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero")
 # They change the form of a tensor, not its memory.
 _FORMS = ("t_", "transpose_", "squeeze_", "unsqueeze_", "as_strided_", "detach_", "set_")
 
@@ -44,6 +46,8 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.overloadpacket.__name__ in _READS and not _is_on_host(args[0]):
+            raise NotCaptured("it reads a value")
         # Each with its form at this time, which another operation may change.
         given = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
         for leaf in tree_leaves((args, kwargs)):
@@ -109,14 +113,15 @@ class SimulatedGraphs:
         owned = {place.pointer for place in self._places if place.owner is not None}
         free = [place.tensor for place in self._places if place.pointer not in owned]
         state = torch.get_rng_state()
+        recorder = _Recorder()
         try:
-            with _Recorder() as recorder, without_random_numbers(), _assuming_no_reads():
+            with torch.compiler.set_stance("fail_on_recompile"), recorder, without_random_numbers(), _no_reads():
                 result = compute()
         except RuntimeError as error:
             raise NotCaptured(in_one_line(error)) from error
         finally:
             torch.set_rng_state(state)
-        recorder.restore()
+            recorder.restore()
         self.num_recorded += 1
         graph = SimulatedGraph(recorder.operations, free)
         self._graphs.add(graph)
@@ -147,11 +152,8 @@ class SimulatedGraphs:
     def set_random_state(self, state: Any) -> None:
         torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
-    def host_generators(self) -> Any:
-        return ()
-
-    def waits(self) -> AbstractContextManager[list[str]]:
-        return nullcontext([])
+    def is_on_host(self, tensor: Tensor) -> bool:
+        return _is_on_host(tensor)
 
     def lacks_memory(self) -> str:
         return ""
@@ -175,17 +177,27 @@ class SimulatedGraphs:
         self.num_renewed += 1
 
 
-def _assuming_no_reads() -> AbstractContextManager[None]:
-    return assuming_reads((), device_type="cpu", compare=_refuse)
+@contextmanager
+def _no_reads() -> Iterator[None]:
+    """Refuse what reads values on a CPU without an operation; on a GPU it would end the capture."""
+
+    def refusing(own: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        def read(tensor: Tensor) -> Any:
+            if _is_on_host(tensor):
+                return own(tensor)
+            raise NotCaptured("it reads a value")
+
+        return read
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("tolist", "item", "numpy", "__bool__", "__int__", "__float__", "__index__"):
+            patch.setattr(Tensor, name, refusing(getattr(Tensor, name)))
+        yield
 
 
-def _refuse(tensor: Tensor, assumed: bool) -> None:
-    raise NotCaptured("it reads a value")
-
-
-def _addresses_of_others(state: PythonState) -> tuple[int, ...]:
-    """Return the addresses of all tensors but weights in fp8, which on a CPU are gathered to a new place each time."""
-    return tuple(tensor.data_ptr() for name, tensor in state.tensors().items() if ".fp8_" not in name)
+def _is_on_host(tensor: Tensor) -> bool:
+    """Return whether a tensor is what numbers of Python that vary become in a trace."""
+    return tensor.dim() == 0 and tensor.dtype == torch.float64 and not tensor.requires_grad
 
 
 @contextmanager
@@ -199,22 +211,20 @@ def simulated(*, at_once: bool = False, moved: float = _MOVED) -> Iterator[list[
     enough = unit_graphs_module.ENOUGH
     unit_graphs_module.ENOUGH = (0, 0) if at_once else enough
     lines: list[str] = []
-    addresses, make, of_tensors = WatchedUnit.addresses, engine_module.unit_graphs_of, PythonState.addresses
+    addresses, make = TracedUnit.addresses, engine_module.unit_graphs_of
 
     def unit_graphs_of(core: Core, *, optimizers: Any) -> UnitGraphs | None:
         if core.plan.offload_activations:
             return None
         return UnitGraphs(core, make_device=SimulatedGraphs, tell=lines.append, optimizers=optimizers)
 
-    # The recorded operations hold the parameters themselves, and their copies in fp8, wherever these are.
+    # The recorded operations hold the parameters themselves, wherever these are.
     drawn = Random(0)
-    WatchedUnit.addresses = lambda watched: [drawn.random() < moved]  # type: ignore[method-assign]
-    PythonState.addresses = _addresses_of_others  # type: ignore[method-assign]
+    TracedUnit.addresses = lambda unit, params: [drawn.random() < moved]  # type: ignore[method-assign]
     engine_module.unit_graphs_of = unit_graphs_of
     try:
         yield lines
     finally:
-        WatchedUnit.addresses = addresses  # type: ignore[method-assign]
-        PythonState.addresses = of_tensors  # type: ignore[method-assign]
+        TracedUnit.addresses = addresses  # type: ignore[method-assign]
         engine_module.unit_graphs_of = make
         unit_graphs_module.ENOUGH = enough

@@ -143,6 +143,7 @@ LEFT_IN_TORCH = re.compile(
 LEFT_ATTRIBUTES: dict[str, Callable[[], object]] = {
     **{name: lambda: torch.ones(1) for name in ("_version", "_base", "_is_view", "_post_accumulate_grad_hooks")},
     "_cdata": lambda: torch.ones(1).untyped_storage(),
+    "_sequence_nr": lambda: torch.ones(1, requires_grad=True).exp().grad_fn,
     "_schema": lambda: torch.ops.aten.add.Tensor,
     "_concrete_type": lambda: torch.jit.script(nn.Linear(1, 1)),
     **{

@@ -9,6 +9,7 @@ AttributeError; tests/unit/test_torch_internals.py looks for each of them in the
     torch._foreach_*, torch._scaled_mm, torch.ops.aten._*   operators
     torch.utils._pytree                                     trees of inputs and outputs; other libraries use them too
     _version, _base, _is_view, _cdata, _schema              of a tensor, storage or operator: read for each operation
+    _sequence_nr                                            of a node of autograd: the order in which backward runs
     _concrete_type                                          of a module of torch.jit
     _parameters, _buffers, _modules, _forward_hooks …       tables and flags that every module or optimizer has
     _init_group                                             of torch's optimizers: each has its own form

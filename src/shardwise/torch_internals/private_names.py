@@ -107,6 +107,19 @@ PRIVATE = {
         "times compilations",
         has=f"{_CALLBACKS} start_callbacks end_callbacks",
     ),
+    "optimize": Private("torch._dynamo:optimize", "traces units", given=1, named="guard_filter_fn"),
+    "dynamo_settings": Private("torch._dynamo.config:patch", "traces units"),
+    "dynamo_counters": Private("torch._dynamo.utils:counters", "says why a unit cannot be traced"),
+    "lookup_backend": Private("torch._dynamo.backends.registry:lookup_backend", "compiles units", given=1),
+    "ConvertFrameReturn": Private("torch._dynamo.types:ConvertFrameReturn", "runs what cannot be traced", given=0),
+    "function_modes": Private(
+        "torch.overrides:_get_current_function_mode_stack", "notices modes that change what a trace would do", given=0
+    ),
+    "DeviceContext": Private("torch.utils._device:DeviceContext", "knows torch.set_default_device from other modes"),
+    "num_dispatch_modes": Private("torch._C:_len_torch_dispatch_stack", "notices modes under which nothing is traced"),
+    "has_global_hooks": Private(
+        "torch.nn.modules.module:_has_any_global_hook", "notices hooks that no trace would call", given=0
+    ),
     "aot_function": Private(
         "torch._functorch.aot_autograd:aot_function",
         "traces a compiled unit",

@@ -143,6 +143,15 @@ if TYPE_CHECKING:
     unscale_grads = torch.amp.GradScaler._unscale_grads_
     disable_dynamo = torch._compile._disable_dynamo
     callback_handler = callback.callback_handler
+    optimize: Callable[..., Any]
+    dynamo_settings: Callable[..., Any]
+    dynamo_counters: Any
+    lookup_backend: Callable[[str], Callable[..., Any]]
+    ConvertFrameReturn: Callable[[], Any]
+    function_modes: Callable[[], list[Any]]
+    DeviceContext: type[Any]
+    num_dispatch_modes: Callable[[], int]
+    has_global_hooks: Callable[[], bool]
     aot_function = aot_autograd.aot_function
     select_decomp_table = decomposition.select_decomp_table
     partition_fn = compile_fx.partition_fn

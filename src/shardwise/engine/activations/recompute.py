@@ -12,7 +12,8 @@ A unit inside a recomputed unit is part of that one, and not recomputed a second
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -49,10 +50,25 @@ def recompute_unit(module: nn.Module, *, mode: str, pack: Callable[[Tensor], Sav
         # Each once: a forward may ask whether two inputs are the same object, as attention does of query and key.
         distinct = {id(leaf): leaf for leaf in leaves}
         numbers = {key: number for number, key in enumerate(distinct)}
-        call = _Call(unit, inputs, options, tree=tree, places=[numbers[id(leaf)] for leaf in leaves])
+        call = _UnitCall(unit, inputs, options, tree=tree, places=[numbers[id(leaf)] for leaf in leaves])
         return checkpoint(call, *distinct.values(), use_reentrant=False, preserve_rng_state=not draws_nothing())
 
     return replace_forward(module, forward)
+
+
+def recompute_graph(
+    function: Callable[..., Any], *inputs: Any, written: AbstractSet[int], products: Products | None
+) -> Any:
+    """Call a function of explicit inputs, and have backward recompute what it computes.
+
+    `written`: the numbers of the inputs that it writes, as buffers; a recomputation writes into copies.
+    """
+    if not torch.is_grad_enabled():
+        return function(*inputs)
+    call = _GraphCall(function, inputs, written=written, products=products)
+    # torch would save those that are written, too, and refuse them afterwards.
+    unwritten = [None if number in written else one for number, one in enumerate(inputs)]
+    return checkpoint(call, *unwritten, use_reentrant=False, preserve_rng_state=not draws_nothing())
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
@@ -124,10 +140,6 @@ class RecomputedUnit:
     def modules(self) -> list[nn.Module]:
         return list(self.module.modules())
 
-    def versions(self) -> list[int]:
-        with unguarded():
-            return [parameter._version for parameter in self.parameters]
-
     def copy_buffers(self) -> _Buffers:
         """Copy the persistent buffers, which training may change."""
         return [
@@ -158,40 +170,88 @@ class RecomputedUnit:
 
 
 class _Call:
-    """One call of a unit. torch calls it for the forward, and with the same inputs for each recomputation.
+    """One call of a unit. torch calls it for the forward, and with the same inputs for each recomputation."""
 
-    tree, places   how the inputs are put together from the distinct objects that torch saves
-    """
+    def __init__(self, *, what: str, parameters: Sequence[nn.Parameter], products: Products | None) -> None:
+        self._what = what
+        self._parameters = parameters
+        self._versions = self._now()
+        self._is_over = False
+        self._keep = Keep(products) if products is not None else None
+
+    def _now(self) -> list[int]:
+        with unguarded():
+            return [parameter._version for parameter in self._parameters]
+
+    def _first(self) -> Any:
+        raise NotImplementedError
+
+    def _again(self, *inputs: Any) -> None:
+        raise NotImplementedError
+
+    def __call__(self, *inputs: Any) -> Any:
+        if not self._is_over:
+            self._is_over = True
+            with _one_recomputed_unit(), self._keep or nullcontext():
+                return self._first()
+        if self._versions != self._now():
+            # torch has the same check for weights that it saves, but recomputation saves none.
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"parameter of {self._what} changed between forward and the recomputation in backward; step the "
+                "optimizer after backward"
+            )
+        with _one_recomputed_unit(), Give(self._keep) if self._keep is not None else nullcontext():
+            return self._again(*inputs)
+
+
+class _UnitCall(_Call):
+    """A call in Python. `tree`, `places`: how its inputs are put together from the distinct ones that torch saves."""
 
     def __init__(
         self, unit: RecomputedUnit, inputs: tuple[Any, ...], options: dict[str, Any], *, tree: Any, places: list[int]
     ) -> None:
-        self.unit = unit
-        self.tree = tree
-        self.places = places
+        super().__init__(what=type(unit.module).__name__, parameters=unit.parameters, products=unit.products)
+        self._unit = unit
+        self._tree = tree
+        self._places = places
         # The forward gets the original objects: it may write into a list or dict that its caller reads.
-        self.given: tuple[tuple[Any, ...], dict[str, Any]] | None = (inputs, options)
-        self.versions = unit.versions()
-        self.buffers = unit.copy_buffers()
-        self.keep = Keep(unit.products) if unit.products is not None else None
+        self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (inputs, options)
+        self._buffers = unit.copy_buffers()
 
-    def __call__(self, *distinct: Any) -> Any:
-        if self.given is None:
-            inputs, options = tree_unflatten([distinct[place] for place in self.places], self.tree)
-            return self._again(inputs, options)
-        inputs, options = self.given
-        self.given = None
-        with _one_recomputed_unit(), self.keep or nullcontext():
-            return self.unit.forward(*inputs, **options)
+    def _first(self) -> Any:
+        assert self._given is not None
+        (inputs, options), self._given = self._given, None
+        return self._unit.forward(*inputs, **options)
 
-    def _again(self, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
-        if self.versions != self.unit.versions():
-            # torch has the same check for weights that it saves, but recomputation saves none.
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"parameter of {type(self.unit.module).__name__} changed between forward and the recomputation in "
-                "backward; step the optimizer after backward"
-            )
-        give = Give(self.keep) if self.keep is not None else nullcontext()
-        with _one_recomputed_unit(), self.unit.without_trace(buffers=self.buffers), give:
-            self.unit.forward(*inputs, **options)
+    def _again(self, *distinct: Any) -> None:
+        inputs, options = tree_unflatten([distinct[place] for place in self._places], self._tree)
+        with self._unit.without_trace(buffers=self._buffers):
+            self._unit.forward(*inputs, **options)
+
+
+class _GraphCall(_Call):
+    """A call of a function of explicit inputs."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        inputs: tuple[Any, ...],
+        *,
+        written: AbstractSet[int],
+        products: Products | None,
+    ) -> None:
+        parameters = [one for one in inputs if isinstance(one, nn.Parameter)]
+        super().__init__(what="a unit", parameters=parameters, products=products)
+        self._function = function
+        self._given: tuple[Any, ...] = inputs
+        self._copies = {number: inputs[number].clone() for number in written}
+
+    def _first(self) -> Any:
+        given, self._given = self._given, ()
+        return self._function(*given)
+
+    def _again(self, *inputs: Any) -> None:
+        # Copies, because there may be another recomputation.
+        copies = {number: copy.clone() for number, copy in self._copies.items()}
+        self._function(*(copies.get(number, one) for number, one in enumerate(inputs)))

@@ -45,16 +45,11 @@ class PythonState:
         seen = {id(self._model)}
         for function in self._functions:
             self._places += _places_of_function(function, seen)
-        self._with_containers = [place for place in self._places if place.counted]
         self._with_tensors = [place for place in self._places if place.with_tensors]
 
     def values(self) -> Values:
         """Return all plain values as they are now, in a form that can be compared."""
         return tuple(place.values() for place in self._places)
-
-    def contents(self) -> Values:
-        """Return the plain values in containers as they are now."""
-        return tuple(place.contents() for place in self._with_containers)
 
     def changed(self, before: Values) -> str:
         """Return the name of a value that differs from `before`; "" if none does."""

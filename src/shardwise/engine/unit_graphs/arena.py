@@ -114,6 +114,13 @@ class Arenas:
     def hold_graphs(self) -> bool:
         return any(arena.passes for arena in self.all)
 
+    def note_kept(self) -> None:
+        """Note what is held of passes that are over; once that is copied, they are recorded again."""
+        for arena in list(self.all):
+            current = arena.current
+            if current is not None and current.is_over() and not current.is_free() and current.note_kept():
+                self.drop(arena)
+
     def free(self) -> Arena | None:
         """Return an arena in which a pass may begin, if there is one."""
         return next((arena for arena in self.all if arena.is_free()), None)

@@ -1,7 +1,6 @@
 """Records and replays graphs on a CUDA device. Their memory comes from one pool (graphs/step_pool.py)."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -9,8 +8,7 @@ from torch import Tensor
 
 from shardwise.engine.activations.recompute import without_random_numbers
 from shardwise.engine.graphs.graph_fills import fill_by_kernels
-from shardwise.engine.graphs.python_state import generators
-from shardwise.engine.graphs.reads import NotCaptured, assuming_reads, hidden_capture, in_one_line
+from shardwise.engine.graphs.reads import NotCaptured, in_one_line
 from shardwise.engine.graphs.step_device import StepDevice
 from shardwise.engine.graphs.step_pool import StepPool
 from shardwise.engine.unit_graphs.static_place import StaticPlace, uninitialised
@@ -46,11 +44,8 @@ class GraphDevice(Protocol):
 
     def set_random_state(self, state: Any) -> None: ...
 
-    def host_generators(self) -> Any:
-        """Return the states of random generators from which a replay draws nothing."""
-
-    def waits(self) -> AbstractContextManager[list[str]]:
-        """Return a context that lists the lines of source that wait for the device."""
+    def is_on_host(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is in host memory, which graphs neither read nor write."""
 
     def lacks_memory(self) -> str:
         """Return why there is too little memory for more graphs; "" if there is enough."""
@@ -81,8 +76,6 @@ class CudaGraphs:
         self._device = StepDevice(device)
         self._generator = torch.cuda.default_generators[self._device.stream.device_index]
         self._pool: StepPool | None = None
-        self.host_generators = generators
-        self.waits = self._device.noting_waits
         self.settle = self._device.settle
         self.free_share = self._device.free_share
         self.lacks_memory = self._device.lacks_memory
@@ -97,6 +90,9 @@ class CudaGraphs:
         if self._generator.initial_seed() != seed:
             self._generator.manual_seed(seed)
         self._generator.set_offset(offset)
+
+    def is_on_host(self, tensor: Tensor) -> bool:
+        return tensor.device.type != "cuda"
 
     def allocated_bytes(self) -> int:
         return torch.cuda.memory_allocated(self._device.device)
@@ -127,11 +123,9 @@ class CudaGraphs:
             with (
                 torch.cuda.stream(stream),
                 without_random_numbers(),
-                hidden_capture(),
                 # A cycle may hold a pool of memory, which cannot be freed during a capture.
                 without_collection(),
                 torch.compiler.set_stance("fail_on_recompile"),
-                assuming_reads((), device_type="cuda", compare=_refuse),
             ):
                 # In inference mode the first capture would make an inference tensor of the random seed, which no replay
                 # outside of it could write. thread_local: the backend's threads may query the device meanwhile.
@@ -206,7 +200,3 @@ def _alias(tensor: Tensor, *, keeper: Any) -> Tensor:
         whole = torch.as_tensor(_Memory(storage.data_ptr(), storage.nbytes(), keeper), device=tensor.device)
         assert whole.data_ptr() == storage.data_ptr()
         return made.set_(whole.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
-
-
-def _refuse(tensor: Tensor, assumed: bool) -> None:
-    raise NotCaptured("it reads a value from the device")

@@ -1,7 +1,7 @@
-"""The two graphs of one call of a unit: its forward and its backward, recorded while a pass runs.
+"""The two graphs of one call of a traced graph: its forward and its backward, recorded while a pass runs.
 
-The forward graph reads its inputs at fixed places and the unit's parameters where the unit is gathered. Autograd's
-graph of the recorded forward is used once, to record the backward; replays need neither.
+The forward graph reads what it is given at fixed places, and the unit's parameters and buffers where they are.
+Autograd's graph of the recorded forward is used once, to record the backward; replays need neither.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -10,52 +10,51 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from shardwise.engine.core.flat_buffers import parameter_like, unguarded
-from shardwise.engine.graphs.python_state import PLAIN
-from shardwise.engine.graphs.reads import NotCaptured
-from shardwise.engine.unit_graphs.call_form import mapped
+from shardwise.engine.unit_graphs.given_inputs import GivenInputs, Refused, memory
 from shardwise.engine.unit_graphs.graph_device import Graph, GraphDevice
-from shardwise.engine.unit_graphs.static_place import StaticPlace, empty_like
-from shardwise.engine.unit_graphs.watched_unit import WatchedUnit
+from shardwise.engine.unit_graphs.leaf_edges import LeafEdge, edges_to_leaves, gradients_by_edge
+from shardwise.engine.unit_graphs.static_place import StaticPlace, at, empty_like
+from shardwise.engine.unit_graphs.traced_graph import Outputs, TracedGraph
+from shardwise.engine.unit_graphs.traced_unit import TracedUnit
 
 Grads = tuple[Tensor | None, ...]
+PlaceOf = Callable[[Tensor], StaticPlace | None]
 
 
 class RecordedCall:
-    """One call of a unit at one position of a pass.
+    """One call of a traced graph at one position of a pass.
 
     number       its position among the calls of the pass
-    form, key    what must be equal for a replay: the form of the inputs, and the unit's state
-    results      what it returns, in order: a place, (the number of an input that is passed on,), or a plain value
+    form         what must be equal for a replay (GivenInputs)
+    inputs       the places of the inputs that are copied; `made`: those that no earlier call had
+    results      what it returns, in order: a place, (the number of an input that is passed on,), or None: a number
     outputs      the places among them; `differentiable`: which of them have gradients
     """
 
-    def __init__(self, watched: WatchedUnit, *, number: int, form: Any, key: Any, device: GraphDevice) -> None:
-        self.watched = watched
+    def __init__(
+        self, unit: TracedUnit, graph: TracedGraph, given: GivenInputs, *, number: int, device: GraphDevice
+    ) -> None:
+        self.unit, self.graph = unit, graph
         self.number = number
-        self.form = form
-        self.key = key
+        self.form = given.form
         self.device = device
-        self.addresses = watched.addresses()
-        # The call with places for tensors; the places, each once; and those that no earlier call had.
-        self.call: tuple[Any, Any] = ((), {})
+        self.numbers = given.places
+        self.gathered = given.gathered
         self.inputs: list[StaticPlace] = []
         self.made: list[StaticPlace] = []
-        # What the unit's buffers were before its forward, which may write them: (the module's buffers, name, place).
-        self.buffers: list[tuple[dict[str, Any], str, StaticPlace]] = []
+        # What inputs that the forward writes were before it, by their numbers.
+        self.copies: dict[int, StaticPlace] = {}
         self.needs_grad: list[bool] = []
-        # The inputs and the parameters, by number, that autograd comes to from the outputs.
-        self.reached_inputs: list[int] = []
-        self.reached_params: list[int] = []
+        # What autograd comes to from the outputs: numbers of what the graph's function is given.
+        self.reached: list[int] = []
         self.results: list[Any] = []
         self.outputs: list[StaticPlace] = []
         self.differentiable: list[bool] = []
-        self.tree: TreeSpec
         # Whether its forward draws random numbers; known after its first replay.
         self.draws = False
-        self.autocast = _autocast(watched.device.type)
+        self.autocast = _autocast(unit.device.type)
         self.forward: Graph
         self.trains = torch.is_grad_enabled()
         # Once its backward is recorded.
@@ -63,93 +62,95 @@ class RecordedCall:
         self.pattern: tuple[bool, ...] = ()
         self.grad_places: list[StaticPlace | None] = []
         self.grads: list[StaticPlace | None] = []
-        # Places that were still lent when its backward was recorded: the graph does not write there.
+        # Places that were still lent when its graphs were recorded: they do not write there.
         self.spares: set[StaticPlace] = set()
-        # Until then: the parameters with which its forward was recorded, and autograd's graph of it.
-        self._aliases: list[nn.Parameter] = []
-        self._leaves: list[Tensor] = []
+        # Until then: autograd's graph of the recorded forward.
+        self._edges: list[LeafEdge] = []
         self._outputs: list[Tensor] = []
 
     # Recording
 
-    def record(
-        self, call: tuple[Any, Any], tensors: Sequence[Tensor], *, place_of: Callable[[Tensor], StaticPlace | None]
-    ) -> None:
-        """Record the forward of a call with these tensors; `place_of` finds those that are in a place already."""
-        params = self.watched.params
-        with unguarded():
-            aliases = [parameter_like(param, param.detach()) for param in params]
-        self._aliases = aliases
+    def record(self, given: GivenInputs, *, place_of: PlaceOf) -> None:
+        """Record the forward of a call with these inputs; `place_of` finds those that are in a place already."""
+        tensors = given.tensors
         known = [place_of(tensor) for tensor in tensors]
-        entries: list[Tensor] = []
+        entries = list(given.inputs)
+        with unguarded():
+            for number, one in enumerate(entries):
+                if isinstance(one, nn.Parameter):
+                    entries[number] = parameter_like(one, one.detach())
+                elif isinstance(one, Tensor):
+                    # With a version of its own: autograd's graph of the recording outlives replays, which write it.
+                    entries[number] = one.data
+        written = self.graph.written if self.trains else set()
 
         def compute() -> Any:
             owners = [
                 empty_like(tensor) if place is None else _owner(place)
                 for tensor, place in zip(tensors, known, strict=True)
             ]
-            entries.extend(
-                owner.detach().requires_grad_(tensor.requires_grad)
-                for owner, tensor in zip(owners, tensors, strict=True)
-            )
-            by_tensor = {id(tensor): entry for tensor, entry in zip(tensors, entries, strict=True)}
-            inputs, options = mapped(call, Tensor, lambda tensor: by_tensor[id(tensor)])
-            buffers = self.watched.recomputed.copy_buffers() if self.trains and self.watched.writes_buffers else []
-            with self.watched.with_params(aliases), _without_autocast_cache(self.watched.device.type):
-                return owners, buffers, self.watched.forward(*inputs, **options)
+            for number, owner in zip(self.numbers, owners, strict=True):
+                entries[number] = owner.detach().requires_grad_(given.inputs[number].requires_grad)
+            copies = {number: entries[number].clone() for number in written}
+            with _without_autocast_cache(self.unit.device.type):
+                return owners, copies, self.unit.function_of(self.graph)(*entries)
 
-        self.forward, (owners, buffers, outputs) = self.device.record(compute)
-        self.buffers = [(namespace, name, self.device.place(copy)) for namespace, name, copy in buffers]
+        self.forward, (owners, copies, outputs) = self.device.record(compute)
+        self.copies = {number: self.device.place(copy) for number, copy in copies.items()}
         self.needs_grad = [tensor.requires_grad for tensor in tensors]
         self.inputs = [
             self.device.place(owner) if place is None else place for owner, place in zip(owners, known, strict=True)
         ]
         self.made = [made for made, place in zip(self.inputs, known, strict=True) if place is None]
-        self.made += [place for _, _, place in self.buffers]
-        by_input = {id(tensor): place for tensor, place in zip(tensors, self.inputs, strict=True)}
-        self.call = mapped(call, Tensor, lambda tensor: by_input[id(tensor)])
-        leaves, self.tree = tree_flatten(outputs)
-        self._find_results(leaves, entries=entries, aliases=aliases)
-        self._find_leaves(entries=entries, aliases=aliases)
+        self.made += self.copies.values()
+        try:
+            self._find_results(outputs, entries=entries)
+            self._find_leaves(entries)
+        except Refused:
+            self.release()
+            raise
 
-    def _find_results(self, leaves: list[Any], *, entries: list[Tensor], aliases: Sequence[Tensor]) -> None:
-        taken = {tensor.untyped_storage().data_ptr() for tensor in (*entries, *aliases) if tensor.numel()}
-        for leaf in leaves:
-            if not isinstance(leaf, Tensor):
-                if not isinstance(leaf, PLAIN):
-                    raise NotCaptured(f"it returns a {type(leaf).__name__}")
-                self.results.append(leaf)
-                continue
+    def _find_results(self, outputs: Outputs, *, entries: list[Any]) -> None:
+        given = {memory(entry) for entry in entries if isinstance(entry, Tensor) and entry.numel()}
+        taken: set[int] = set()
+        for leaf in outputs:
             passed_on = [number for number, entry in enumerate(entries) if leaf is entry]
-            if passed_on:
+            if isinstance(leaf, Tensor) and passed_on:
                 # As a tuple, because a number may be a result.
                 self.results.append((passed_on[0],))
-                continue
-            if type(leaf) is not Tensor or leaf.device.type != self.watched.device.type:
-                raise NotCaptured("it returns a tensor of another kind or on another device")
-            if leaf.untyped_storage().data_ptr() in taken:
-                raise NotCaptured("it returns a view of an input or of a parameter")
-            taken.add(leaf.untyped_storage().data_ptr())
-            self.results.append(self.device.place(leaf))
-            self._outputs.append(leaf)
+            elif isinstance(leaf, Tensor):
+                self.results.append(self._place_of_result(leaf, given=given, taken=taken))
+            elif leaf is None or (self.graph.numbers is not None and isinstance(leaf, int | float)):
+                self.results.append(None)
+            else:
+                raise Refused(f"it returns a {type(leaf).__name__}")
         self.outputs = [result for result in self.results if isinstance(result, StaticPlace)]
         self.differentiable = [output.requires_grad for output in self._outputs]
 
-    def _find_leaves(self, *, entries: list[Tensor], aliases: Sequence[Tensor]) -> None:
-        """Find what autograd comes to: a replay gives nothing to a layer that was not called, not even None."""
-        reached = set(map(id, _leaves_of(self._outputs)))
-        if not reached.issubset(map(id, (*entries, *aliases))):
-            raise NotCaptured("it computes with parameters that its modules do not hold by name")
-        self.reached_inputs = [number for number, entry in enumerate(entries) if id(entry) in reached]
-        self.reached_params = [number for number, alias in enumerate(aliases) if id(alias) in reached]
-        self._leaves = [
-            *(entries[number] for number in self.reached_inputs),
-            *(aliases[number] for number in self.reached_params),
-        ]
+    def _place_of_result(self, leaf: Tensor, *, given: set[int], taken: set[int]) -> StaticPlace:
+        if type(leaf) is not Tensor or self.device.is_on_host(leaf):
+            raise Refused("it returns a tensor of another kind or on another device")
+        if memory(leaf) in given:
+            raise Refused("it returns a view of an input or of a parameter")
+        if leaf.requires_grad and memory(leaf) in taken:
+            raise Refused("it returns several views of one tensor")
+        if leaf.requires_grad:
+            taken.add(memory(leaf))
+        self._outputs.append(leaf)
+        return self.device.place(leaf)
 
-    def record_backward(
-        self, grads: Grads, *, place_of: Callable[[Tensor], StaticPlace | None], spares: set[StaticPlace]
-    ) -> None:
+    def _find_leaves(self, entries: list[Any]) -> None:
+        """Find what autograd comes to: a replay gives nothing to a layer that was not called, not even None."""
+        edges = edges_to_leaves(self._outputs)
+        numbers = {id(entry): number for number, entry in enumerate(entries)}
+        if any(id(edge.leaf) not in numbers for edge in edges):
+            raise Refused("it computes with parameters that are no inputs of its graph")
+        if not self.unit.has_breaks:
+            edges = list({id(edge.leaf): edge for edge in edges}.values())
+        self._edges = edges
+        self.reached = [numbers[id(edge.leaf)] for edge in edges]
+
+    def record_backward(self, grads: Grads, *, place_of: PlaceOf, spares: set[StaticPlace]) -> None:
         """Record the backward for gradients of this pattern; the memory of the forward is free afterwards."""
         known = [None if grad is None else place_of(grad) for grad in grads]
 
@@ -159,12 +160,7 @@ class RecordedCall:
                 for grad, place in zip(grads, known, strict=True)
             ]
             pairs = [(output, owner) for output, owner in zip(self._outputs, owners, strict=True) if owner is not None]
-            # A function may call modules again in its backward, as tiles do.
-            with self.watched.with_params(self._aliases):
-                found = torch.autograd.grad(
-                    [output for output, _ in pairs], self._leaves, [owner for _, owner in pairs], allow_unused=True
-                )
-            return owners, found
+            return owners, gradients_by_edge(pairs, edges=self._edges)
 
         graph, (owners, found) = self.device.record(compute)
         self.grad_places = [
@@ -180,9 +176,14 @@ class RecordedCall:
 
     def forget_autograd(self) -> None:
         """Drop autograd's graph of the recorded forward; no backward will be recorded from it."""
-        self._aliases, self._leaves, self._outputs = [], [], []
+        self._edges, self._outputs = [], []
 
     # Replays
+
+    def is_at_home(self, given: Sequence[Any]) -> bool:
+        """Return whether the parameters are where its graphs read them."""
+        with unguarded():
+            return self.unit.addresses([given[number] for number in self.gathered]) == self.form[1]
 
     def load(self, places: Sequence[StaticPlace | None], tensors: Sequence[Tensor | None], *, pass_number: int) -> bool:
         """Copy tensors to their places; return False, without copying, if a place is taken in this pass."""
@@ -193,18 +194,34 @@ class RecordedCall:
             place.load(tensor, pass_number=pass_number)
         return True
 
-    def structured(self, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> Any:
-        """Return the call's result, made of its outputs and of inputs that are passed on."""
-        left = iter(outputs)
-        leaves = [
-            next(left)
-            if isinstance(result, StaticPlace)
-            else tensors[result[0]]
-            if isinstance(result, tuple)
-            else result
-            for result in self.results
+    def lend(self) -> list[Tensor]:
+        """Return the outputs; copies of those that are kept, and of what shares their memory."""
+        kept = [self.outputs[number].tensor for number in self.graph.copied_outputs()]
+        copies = {address: _copied(tensor) for address, tensor in {memory(tensor): tensor for tensor in kept}.items()}
+        return [
+            at(place.tensor, copies[memory(place.tensor)]) if memory(place.tensor) in copies else place.lend()
+            for place in self.outputs
         ]
-        return tree_unflatten(leaves, self.tree)
+
+    def write_back(self, inputs: Sequence[Any]) -> None:
+        """Do what the forward does to inputs that it writes."""
+        places = dict(zip(self.numbers, self.inputs, strict=True))
+        for number in self.graph.written:
+            given = inputs[number]
+            if number in places and given.data_ptr() != places[number].pointer:
+                with torch.no_grad():
+                    given.copy_(places[number].tensor)
+            elif not given.is_inference():
+                torch.autograd.graph.increment_version(given)
+
+    def returned(self, inputs: Sequence[Any], outputs: Sequence[Tensor]) -> Outputs:
+        """Return the call's results, of which these are the outputs."""
+        left = iter(outputs)
+        numbers = self.graph.numbers(*inputs) if self.graph.numbers is not None else [None] * len(self.results)
+        return tuple(
+            next(left) if isinstance(result, StaticPlace) else number if result is None else inputs[result[0]]
+            for result, number in zip(self.results, numbers, strict=True)
+        )
 
     def release(self) -> None:
         """Destroy the graphs."""
@@ -212,6 +229,11 @@ class RecordedCall:
         self.forward.reset()
         if self.backward is not None:
             self.backward.reset()
+
+
+def _copied(tensor: Tensor) -> torch.UntypedStorage:
+    storage: torch.UntypedStorage = tensor.untyped_storage().clone()  # type: ignore[no-untyped-call]
+    return storage
 
 
 def _autocast(device_type: str) -> dict[str, Any]:
@@ -241,19 +263,3 @@ def _without_autocast_cache(device_type: str) -> Iterator[None]:
 def _owner(place: StaticPlace) -> Tensor:
     assert place.owner is not None
     return place.owner
-
-
-def _leaves_of(outputs: Sequence[Tensor]) -> list[Any]:
-    """Return the leaves of autograd's graph of these outputs."""
-    found, seen = [], set()
-    stack = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            found.append(variable)
-        stack += [below for below, _ in node.next_functions if below is not None]
-    return found

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from shardwise.engine.graphs.reads import NotCaptured
+from shardwise.engine.unit_graphs.given_inputs import GivenInputs
 from shardwise.engine.unit_graphs.graph_device import GraphDevice
 from shardwise.engine.unit_graphs.recorded_call import Grads, RecordedCall
 from shardwise.engine.unit_graphs.replayed_call import ReplayedCall
 from shardwise.engine.unit_graphs.static_place import StaticPlace
-from shardwise.engine.unit_graphs.watched_unit import WatchedUnit
-
-# In place of a result: a unit may return None.
-NOT_REPLAYED = object()
+from shardwise.engine.unit_graphs.traced_graph import Outputs, TracedGraph
+from shardwise.engine.unit_graphs.traced_unit import TracedUnit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +53,9 @@ class RecordedPass:
         self.is_recording = True
         self.failed = ""
         self.num_computed = 0
+        # Whether a graph of this pass differed from its recording; passes in a row in which one did.
+        self.missed = False
+        self.num_missed = 0
         self._pass_number = 0
         self._next = 0
         # The calls of this pass; those whose backward may come, by their position.
@@ -71,6 +73,8 @@ class RecordedPass:
     def begin(self, number: int) -> None:
         """Begin a pass; `is_free` has returned True."""
         self._pass_number = number
+        self.num_missed = self.num_missed + 1 if self.missed else 0
+        self.missed = False
         self._next = 0
         self._open.clear()
         self._lent.clear()
@@ -83,6 +87,13 @@ class RecordedPass:
         outputs = (place for call in self._replayed for place in call.outputs)
         gradients = (gradient.place for gradient in self._gradients.values())
         return not any(place.is_lent for places in (outputs, self._lent, gradients) for place in places)
+
+    def note_kept(self) -> bool:
+        """Note which outputs are still held, although no backward of this pass can come any more."""
+        held = [(call.graph.kept, at) for call in self._replayed for at, one in enumerate(call.outputs) if one.is_lent]
+        for kept, number in held:
+            kept[number] += 1
+        return bool(held)
 
     @property
     def holds_gradients(self) -> bool:
@@ -115,28 +126,27 @@ class RecordedPass:
 
     # Forward
 
-    def find(self, watched: WatchedUnit, *, form: Any, key: Any) -> RecordedCall | None:
-        """Return the next recorded call of a unit, if its inputs and its state have the same form; None without one."""
+    def find(self, unit: TracedUnit, graph: TracedGraph, given: GivenInputs) -> RecordedCall | None:
+        """Return the next recorded call of a unit's graph, if its inputs have the same form; None without one."""
         for number in range(self._next, len(self.calls)):
             call = self.calls[number]
-            if call.watched is watched:
-                if call.form != form or call.addresses != watched.addresses() or not call.key.equals(key):
-                    return None
-                return call
+            if call.unit is unit and call.graph is graph:
+                if call.form == given.form:
+                    return call
+                graph.note_moved(given.differs(call.form))
+                return None
         return None
 
-    def record(
-        self, watched: WatchedUnit, call: tuple[Any, Any], tensors: Sequence[Tensor], *, form: Any, key: Any
-    ) -> RecordedCall:
+    def record(self, unit: TracedUnit, graph: TracedGraph, given: GivenInputs) -> RecordedCall:
         """Record a call. Raises NotCaptured."""
-        made = RecordedCall(watched, number=len(self.calls), form=form, key=key, device=self.device)
+        made = RecordedCall(unit, graph, given, number=len(self.calls), device=self.device)
         self._release_returned()
         made.spares = set(self._lent)
-        made.record(call, tensors, place_of=self._place_of)
+        made.record(given, place_of=self._place_of)
         self.calls.append(made)
         for place in made.outputs:
             self._places[place.pointer] = place
-        for place, tensor in zip(made.inputs, tensors, strict=True):
+        for place, tensor in zip(made.inputs, given.tensors, strict=True):
             if place in made.made:
                 # Other calls of this pass may be given the same tensor.
                 self._sources.append(place)
@@ -150,35 +160,36 @@ class RecordedPass:
             return place
         return next((place for place in self._sources if place.holds(tensor)), None)
 
-    def replay(self, call: RecordedCall, tensors: Sequence[Tensor]) -> Any:
-        """Replay a forward; return the call's result, or NOT_REPLAYED if that is not possible now."""
+    def replay(self, call: RecordedCall, given: GivenInputs) -> Outputs | None:
+        """Replay a forward; return the call's results, or None if that is not possible now."""
         if not call.trains and not self._spared_by(call):
-            return NOT_REPLAYED
-        if not call.load(call.inputs, tensors, pass_number=self._pass_number):
-            return NOT_REPLAYED
+            return None
+        if not call.load(call.inputs, given.tensors, pass_number=self._pass_number):
+            return None
         self._next = call.number + 1
         self._replayed.append(call)
         random_state = self.device.random_state()
         call.forward.replay()
         call.draws = call.draws or self.device.random_state() != random_state
+        call.write_back(given.inputs)
         for place in call.outputs:
             place.filled(pass_number=self._pass_number)
         if call.trains and any(call.differentiable):
-            replayed = ReplayedCall(call, self, given=tensors, random_state=random_state)
+            replayed = ReplayedCall(call, self, given=given.inputs, random_state=random_state)
             self._open[call.number] = weakref.ref(replayed)
             outputs: Sequence[Tensor] = replayed.apply()
         else:
-            outputs = [place.lend() for place in call.outputs]
+            outputs = call.lend()
             if not call.trains:
                 self._lent += call.outputs
-        return call.structured(tensors, outputs)
+        return call.returned(given.inputs, outputs)
 
     # Backward
 
-    def replay_backward(self, call: RecordedCall, grads: Grads) -> list[Tensor | None] | None:
+    def replay_backward(self, call: RecordedCall, given: Sequence[Any], grads: Grads) -> list[Tensor | None] | None:
         """Replay or record the backward of a call; None if that is not possible."""
         can_replay = not any(self._alive(number) for number in list(self._open) if number > call.number)
-        can_replay = can_replay and call.addresses == call.watched.addresses()
+        can_replay = can_replay and call.is_at_home(given)
         if can_replay and call.backward is None and self.is_recording:
             can_replay = self._record_backward(call, grads)
         can_replay = can_replay and call.backward is not None
@@ -201,7 +212,7 @@ class RecordedPass:
         try:
             call.record_backward(grads, place_of=self._place_of, spares=set(self._lent))
         except NotCaptured as why:
-            self.failed = call.watched.why_not = str(why)
+            self.failed = call.graph.why_not = str(why)
             return False
         for place in call.grads:
             if place is not None:

@@ -10,11 +10,9 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch import Tensor, nn
 
 from shardwise.engine.core.flat_buffers import unguarded
-from shardwise.engine.unit_graphs.call_form import mapped
 from shardwise.engine.unit_graphs.recorded_call import Grads, RecordedCall
 from shardwise.engine.unit_graphs.static_place import StaticPlace
 from shardwise.torch_internals import torch_private
@@ -23,7 +21,7 @@ from shardwise.torch_internals import torch_private
 class BackwardReplays(Protocol):
     """The methods of RecordedPass that are called here."""
 
-    def replay_backward(self, call: RecordedCall, grads: Grads) -> list[Tensor | None] | None:
+    def replay_backward(self, call: RecordedCall, given: Sequence[Any], grads: Grads) -> list[Tensor | None] | None:
         """Replay or record the backward of a call; None if that is not possible."""
 
     def end_call(self, call: RecordedCall) -> None:
@@ -33,34 +31,35 @@ class BackwardReplays(Protocol):
 class ReplayedCall:
     """A call whose forward was replayed, until its backward is over or autograd has dropped it."""
 
-    def __init__(
-        self, call: RecordedCall, passes: BackwardReplays, *, given: Sequence[Tensor], random_state: Any
-    ) -> None:
+    def __init__(self, call: RecordedCall, passes: BackwardReplays, *, given: Sequence[Any], random_state: Any) -> None:
         self.call = call
         self.is_over = False
         self._passes = passes
-        # The given tensors that have a gradient, for gradients of gradients.
-        self._given = {number: given[number] for number in call.reached_inputs}
-        self._versions = call.watched.versions()
+        # What has a gradient, also for gradients of gradients; and what a graph reads where it is.
+        self._reached = {number: given[number] for number in call.reached}
+        copied = set(call.numbers)
+        self._given: list[Any] = [None if number in copied else one for number, one in enumerate(given)]
+        self._versions = self._param_versions()
         self._random_state = random_state
+
+    def _param_versions(self) -> list[int]:
+        with unguarded():
+            return [one._version for one in self._given if isinstance(one, nn.Parameter)]
 
     def apply(self) -> tuple[Tensor, ...]:
         """Return the call's outputs, as results of a node of autograd."""
-        outputs: tuple[Tensor, ...] = _Replay.apply(self, *self._given.values(), *self._params())  # type: ignore[no-untyped-call]
+        outputs: tuple[Tensor, ...] = _Replay.apply(self, *map(self._reached.get, self.call.reached))  # type: ignore[no-untyped-call]
         return outputs
-
-    def _params(self) -> list[Tensor]:
-        return [self.call.watched.params[number] for number in self.call.reached_params]
 
     def backward(self, grads: Grads) -> Sequence[Tensor | None]:
         if self.is_over:
             raise RuntimeError(
                 "Trying to backward through the graph a second time: specify retain_graph=True in the first backward"
             )
-        if self._versions != self.call.watched.versions():
+        if self._versions != self._param_versions():
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"parameter of {self.call.watched.name} changed between forward and backward; step the optimizer "
+                f"parameter of {self.call.unit.name} changed between forward and backward; step the optimizer "
                 "after backward"
             )
         keeps_graph = torch.is_grad_enabled() or torch_private.keeps_graph()
@@ -68,14 +67,14 @@ class ReplayedCall:
             found: Sequence[Tensor | None] | None
             if all(grad is None for grad in grads):
                 # A later autograd.Function has returned None.
-                found = [None] * (len(self.call.reached_inputs) + len(self.call.reached_params))
+                found = [None] * len(self.call.reached)
             else:
-                found = None if keeps_graph else self._passes.replay_backward(self.call, grads)
+                found = None if keeps_graph else self._passes.replay_backward(self.call, self._given, grads)
             if found is None:
                 found = self._recomputed(grads)
         if not keeps_graph:
             self.is_over = True
-            self._given = {}
+            self._given, self._reached = [], {}
             self._passes.end_call(self.call)
         return found
 
@@ -95,31 +94,29 @@ class ReplayedCall:
 
     def _recomputed(self, grads: Grads) -> Sequence[Tensor | None]:
         """Compute the forward again and go back through it."""
-        call = self.call
-        graph_of_grads = torch.is_grad_enabled()
-        entries = [
-            self._given[number]
-            if number in self._given and graph_of_grads
-            else place.tensor.detach().requires_grad_(call.needs_grad[number])
-            for number, place in enumerate(call.inputs)
-        ]
-        by_place = {id(place): entry for place, entry in zip(call.inputs, entries, strict=True)}
-        inputs, options = mapped(call.call, StaticPlace, lambda place: by_place[id(place)])
-        buffers = [(namespace, name, place.tensor) for namespace, name, place in call.buffers]
-        unit = call.watched.recomputed
-        with torch.enable_grad(), torch.autocast(**call.autocast), unit.without_trace(buffers=buffers):
-            leaves = tree_leaves(call.watched.forward(*inputs, **options))
-        outputs = [leaf for leaf, result in zip(leaves, call.results, strict=True) if isinstance(result, StaticPlace)]
+        call, graph_of_grads = self.call, torch.is_grad_enabled()
+        entries = list(self._given)
+        for number, place, needs_grad in zip(call.numbers, call.inputs, call.needs_grad, strict=True):
+            if number in self._reached and graph_of_grads:
+                entries[number] = self._reached[number]
+            else:
+                entries[number] = place.tensor.detach().requires_grad_(needs_grad)
+        for number, copy in call.copies.items():
+            entries[number] = copy.tensor.clone()
+        with torch.enable_grad(), torch.autocast(**call.autocast):
+            results = call.graph.function(*entries)
+        outputs = [one for one, result in zip(results, call.results, strict=True) if isinstance(result, StaticPlace)]
         pairs = [(one, grad) for one, grad in zip(outputs, grads, strict=True) if grad is not None]
-        leaves = [*(entries[number] for number in call.reached_inputs), *self._params()]
         with unguarded():
-            return torch.autograd.grad(
+            found = torch.autograd.grad(
                 [output for output, _ in pairs],
-                leaves,
+                [entries[number] for number in self._reached],
                 [grad for _, grad in pairs],
                 allow_unused=True,
                 create_graph=graph_of_grads,
             )
+        left = dict(zip(self._reached, found, strict=True))
+        return [left.pop(number, None) for number in call.reached]
 
 
 class _Replay(torch.autograd.Function):
@@ -128,7 +125,7 @@ class _Replay(torch.autograd.Function):
         ctx.replayed = replayed
         ctx.set_materialize_grads(False)
         call = replayed.call
-        outputs = tuple(place.lend() for place in call.outputs)
+        outputs = tuple(call.lend())
         plain = [one for one, has_grad in zip(outputs, call.differentiable, strict=True) if not has_grad]
         ctx.mark_non_differentiable(*plain)
         return outputs

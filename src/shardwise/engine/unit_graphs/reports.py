@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from shardwise.engine.protocol import Tell
-from shardwise.engine.unit_graphs.watched_unit import WatchedUnit
+from shardwise.engine.unit_graphs.traced_unit import TracedUnit
 
 
 class Reports:
@@ -12,22 +12,28 @@ class Reports:
     def __init__(self, tell: Tell) -> None:
         self._tell = tell
         self._has_graphs = False
-        self._failures: set[str] = set()
+        self._lines: set[str] = set()
 
-    def graphs(self, units: Sequence[WatchedUnit]) -> None:
+    def graphs(self, units: Sequence[TracedUnit]) -> None:
         """Report that there are graphs, and how many units have none."""
         if self._has_graphs:
             return
         self._has_graphs = True
-        eager = [one for one in units if one.why_not]
-        line = f"capture: {len(units) - len(eager)} units run as CUDA graphs from here on"
-        if eager:
-            line += f", {len(eager)} as ordinary ones ({eager[0].name}: {eager[0].why_not})"
+        ordinary = [(one.name, why) for one in units if (why := one.reason())]
+        line = f"capture: {len(units) - len(ordinary)} units run as CUDA graphs from here on"
+        if ordinary:
+            name, why = ordinary[0]
+            line += f", {len(ordinary)} as ordinary ones ({name}: {why})"
         self._tell(line)
 
-    def failure(self, units: Sequence[WatchedUnit], why: str) -> None:
+    def failure(self, units: Sequence[TracedUnit], why: str) -> None:
         """Report why units could not be recorded; others are tried again without those that failed."""
-        if why and why not in self._failures:
-            self._failures.add(why)
-            names = [one.name for one in units if one.why_not == why]
-            self._tell(f"capture: ordinary units, not CUDA graphs: {', '.join(names[:3])}: {why}")
+        names = [one.name for one in units if one.reason() == why]
+        if why and names:
+            self.note(f"capture: ordinary units, not CUDA graphs: {', '.join(names[:3])}: {why}")
+
+    def note(self, line: str) -> None:
+        """Pass a line on, once."""
+        if line not in self._lines:
+            self._lines.add(line)
+            self._tell(line)

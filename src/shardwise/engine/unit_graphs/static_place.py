@@ -38,7 +38,12 @@ class StaticPlace:
         self._num_own_uses = self._num_uses()
 
     def lend(self) -> Tensor:
-        """Return the tensor for code outside of the graphs, which `is_lent` notices."""
+        """Return the tensor for code outside of the graphs, which `is_lent` notices.
+
+        In inference mode an inference tensor, as the operations of an ordinary call would return.
+        """
+        if torch.is_inference_mode_enabled():
+            return at(self.tensor, self.tensor.untyped_storage())
         return self.tensor.detach()
 
     @property
@@ -77,6 +82,12 @@ class StaticPlace:
     def filled(self, *, pass_number: int) -> None:
         """Note that a call has written here."""
         self.source, self.pass_number = None, pass_number
+
+
+def at(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
+    """Return a tensor of the same form in other memory."""
+    made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return made.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _compact(tensor: Tensor) -> Tensor:

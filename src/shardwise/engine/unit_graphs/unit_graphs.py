@@ -1,9 +1,9 @@
 """Units as graphs: decides for each pass of a model whether its units run as ordinary, observed, recorded or replayed.
 
 ordinary   a pass whose inputs have a form that was not seen often enough, or that nothing can be gained for
-observed   ordinary, and each unit is watched for reasons against replaying it; one that it leaves out, later
-recorded   each unit's forward is recorded as it is called, and its backward as autograd comes to it
-replayed   later passes of the same form; a unit that differs from its recording runs as an ordinary one
+traced     each unit is traced (tracer.py), and what was traced runs in the ordinary way; its memory is observed
+recorded   each traced graph's forward is recorded as it is called, and its backward as autograd comes to it
+replayed   later passes of the same form; a graph that differs from its recording runs in the ordinary way
 
 Ranks decide by themselves, because a unit does not communicate. Gathers, reduces and everything else between units are
 those of an ordinary step. A pass that begins while another one still waits for its backward (two forwards per
@@ -12,9 +12,8 @@ backward) has graphs of its own, in other memory.
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
@@ -27,21 +26,21 @@ from shardwise.comm.leave import release_before_leaving
 from shardwise.engine.activations.recompute import replace_forward
 from shardwise.engine.core.core import Core
 from shardwise.engine.core.step_events import announce
-from shardwise.engine.graphs.reads import NotCaptured
 from shardwise.engine.graphs.step_device import FULL
 from shardwise.engine.graphs.step_pool import why_no_pool
 from shardwise.engine.optimizer.allocate import move_states
 from shardwise.engine.protocol import Tell
 from shardwise.engine.unit_graphs.arena import Arena, Arenas, ObservedMemory
-from shardwise.engine.unit_graphs.call_form import form_of, shapes_of, with_normal
 from shardwise.engine.unit_graphs.graph_device import CudaGraphs, GraphDevice
-from shardwise.engine.unit_graphs.recorded_pass import NOT_REPLAYED, RecordedPass
+from shardwise.engine.unit_graphs.pass_form import num_elements, shapes_of
+from shardwise.engine.unit_graphs.recorded_pass import RecordedPass
 from shardwise.engine.unit_graphs.reports import Reports
 from shardwise.engine.unit_graphs.slots import Slots
-from shardwise.engine.unit_graphs.watched_unit import WatchedUnit
-from shardwise.program.hooks import recomputing, transforming
+from shardwise.engine.unit_graphs.traced_unit import TracedUnit, traced_unit
+from shardwise.engine.unit_graphs.tracer import Tracer
+from shardwise.engine.unit_graphs.unit_calls import Mode, UnitCalls
 from shardwise.spec import ROOT, ModelSpec
-from shardwise.torch_internals import torch_private
+from shardwise.vocabulary.tested_versions import installed_torch, untested_torch
 
 # Ordinary passes of a form before it is recorded, while it is the only one and otherwise: about six replays repay it.
 ENOUGH = (3, 6)
@@ -50,15 +49,13 @@ _MOST_COUNTED = 10_000
 # Recordings of one form that may fail, and backwards of one that may be computed again, before it stays ordinary.
 _MOST_FAILURES = 3
 _MOST_COMPUTED = 8
-
-_ORDINARY, _OBSERVED, _RECORDED, _REPLAYED = range(4)
+# Passes in a row with a graph that differs from its recording, after which a form is recorded again, and how often.
+_MOST_MISSED = 4
+_MOST_RENEWED = 3
 
 
 class UnitGraphs:
-    """The graphs of one model's units.
-
-    num_calls, num_replayed   calls of units in passes, and those that were replays
-    """
+    """The graphs of one model's units: `units` may have some, `calls` runs them (`num_calls`, `num_replayed`)."""
 
     def __init__(
         self,
@@ -75,35 +72,33 @@ class UnitGraphs:
         self._slots = slots
         self._optimizers = optimizers
         self._spec: ModelSpec | None = None
-        self.watched: list[WatchedUnit] = []
-        self.num_calls = self.num_replayed = 0
+        self.units: list[TracedUnit] = []
+        self.calls = UnitCalls(self.arenas, reports=self._reports, release=self.release)
+        self._tracers: dict[str, Tracer] = {}
         self._paused = False
         # Whether gradients lie in the memory of graphs: as long as none is there when a pass begins.
         self._places_gradients = True
         # Called before the first recording.
         self._leave_memory: Callable[[], None] | None = self._move_states
         self._inputs: tuple[Any, ...] = ()
-        self._mode = _ORDINARY
         self._key: Any = None
-        self._arena: Arena | None = None
         self._number = 0
         self._seen: Counter[Any] = Counter()
         self._failures: Counter[Any] = Counter()
+        self._renewed: Counter[Any] = Counter()
         self._observed: dict[Any, ObservedMemory] = {}
         release_before_leaving(self)
 
     def attach(self) -> list[Callable[[], None]]:
         """Take over the forwards of all units but the root and layers of it; return the functions that undo it."""
         core, undo = self._core, []
-        units = list(core.units.values())
-        for unit in units:
+        for unit in core.units.values():
             if unit.name != ROOT and not unit.from_root and unit.flats and core.plan.may_capture(unit.name):
-                parts = core.plan.recompute_of(unit.name) == "selective" or bool(core.plan.tile)
-                watched = WatchedUnit(unit, units=units, recomputes_parts=parts, device=core.setting.device)
-                if not watched.why_not:
-                    self.watched.append(watched)
-                    undo.append(replace_forward(unit.module, partial(self._call, watched)))
-        if not self.watched:
+                traced = traced_unit(unit, core=core, tracers=self._tracers)
+                if not traced.why_not:
+                    self.units.append(traced)
+                    undo.append(replace_forward(unit.module, partial(self.calls.call, traced)))
+        if not self.units:
             return []
         core.setting.gradient_memory.places = self._gradient
         hook = core.model.register_forward_pre_hook(self._note_inputs, with_kwargs=True, prepend=True)
@@ -123,9 +118,17 @@ class UnitGraphs:
 
         return [*undo, detach]
 
+    @property
+    def num_calls(self) -> int:
+        return self.calls.num_calls
+
+    @property
+    def num_replayed(self) -> int:
+        return self.calls.num_replayed
+
     def release(self) -> None:
         """Destroy all graphs; later passes are recorded again."""
-        self._mode = _ORDINARY
+        self.calls.mode = Mode.ORDINARY
         self.arenas.release()
 
     def renew(self) -> None:
@@ -134,8 +137,9 @@ class UnitGraphs:
         self._failures.clear()
         self._observed.clear()
         self._leave_memory = self._move_states
-        for watched in self.watched:
-            watched.renew()
+        self._renewed.clear()
+        for unit in self.units:
+            unit.renew()
 
     def pause(self) -> None:
         """Run ordinary passes: whole steps are captured."""
@@ -176,18 +180,22 @@ class UnitGraphs:
         self._end_recordings()
         inputs, self._inputs = self._inputs, ()
         self._number += 1
-        self._mode, self._arena = _ORDINARY, None
+        self.calls.mode, self.calls.recorded = Mode.ORDINARY, None
         self._key = key = (trains, inputs)
         if self._paused or not learned or self._failures[key] >= _MOST_FAILURES:
             return
+        self.arenas.note_kept()
         arena = self.arenas.free()
         if arena is not None and key in arena.passes:
             recorded = arena.passes[key]
-            if recorded.num_computed <= _MOST_COMPUTED:
+            if recorded.num_computed > _MOST_COMPUTED:
+                self._fail(key)
+            elif recorded.num_missed < _MOST_MISSED or self._renewed[key] >= _MOST_RENEWED:
                 self._take_slots()
-                self._start(arena, recorded, _REPLAYED)
+                self._start(arena, recorded, Mode.REPLAYED)
                 return
-            self._fail(key)
+            else:
+                self._renewed[key] += 1
             arena.remove(key)
         if self.arenas.hold_graphs and self.arenas.all[0].device.free_share() < FULL:
             # An ordinary pass needs memory of its own.
@@ -198,7 +206,7 @@ class UnitGraphs:
         self._take_slots()
         if key not in self._observed:
             self._observed[key] = ObservedMemory(begin_bytes=self.arenas.all[0].device.allocated_bytes())
-            self._mode = _OBSERVED
+            self.calls.mode, self.calls.observed = Mode.TRACED, self._observed[key]
         else:
             self._start_recording(key)
 
@@ -206,7 +214,7 @@ class UnitGraphs:
         """Have gradients elsewhere if they outlive their pass, as in an accumulation: graphs would overwrite them."""
         if not self._places_gradients:
             return
-        if self.arenas.hold_graphs or self._mode == _RECORDED:
+        if self.arenas.hold_graphs or self.calls.mode is Mode.RECORDED:
             outlive = any(arena.holds_gradients for arena in self.arenas.all)
         else:
             outlive = self._core.holds_grads or any(flat.has_grads() for flat in self._core.flats)
@@ -216,16 +224,15 @@ class UnitGraphs:
 
     def _gradient(self, name: str, num_elements: int, dtype: torch.dtype) -> Tensor | None:
         """Return graph memory for a gradient, where the current pass has some."""
-        if self._mode == _OBSERVED:
+        if self.calls.mode is Mode.TRACED:
             self._observed[self._key].gradient_bytes += num_elements * dtype.itemsize
-        if self._mode not in (_RECORDED, _REPLAYED) or not self._places_gradients:
+        if self.calls.mode not in (Mode.RECORDED, Mode.REPLAYED) or not self._places_gradients:
             return None
-        assert self._arena is not None
-        assert self._arena.current is not None
-        return self._arena.current.gradient(name, num_elements, dtype=dtype)
+        assert self.calls.recorded is not None
+        return self.calls.recorded.gradient(name, num_elements, dtype=dtype)
 
     def _begin_backward(self) -> None:
-        if self._mode == _OBSERVED:
+        if self.calls.mode is Mode.TRACED:
             self._observed[self._key].begin_backward(self.arenas.all[0].device.allocated_bytes())
 
     def _count(self, key: Any) -> None:
@@ -240,18 +247,18 @@ class UnitGraphs:
         if arena.device.lacks_memory():
             self._fail(key)
             return
-        if not arena.has_room(_elements(key)):
+        if not arena.has_room(num_elements(key[1])):
             arena = self.arenas.drop(arena)
         if self._leave_memory is not None:
             # An update of states in host memory may still count its step.
             announce(self._core.events.streams_meet)
             self._leave_memory()
             self._leave_memory = None
-        recorded = arena.begin_recording(_elements(key), observed=self._observed[key])
-        self._start(arena, recorded, _RECORDED)
+        recorded = arena.begin_recording(num_elements(key[1]), observed=self._observed[key])
+        self._start(arena, recorded, Mode.RECORDED)
 
-    def _start(self, arena: Arena, recorded: RecordedPass, mode: int) -> None:
-        self._arena, self._mode = arena, mode
+    def _start(self, arena: Arena, recorded: RecordedPass, mode: Mode) -> None:
+        self.calls.mode, self.calls.recorded = mode, recorded
         arena.current, arena.key = recorded, self._key
         recorded.begin(self._number)
 
@@ -265,10 +272,10 @@ class UnitGraphs:
             recorded.end_recording()
             if recorded.calls and not recorded.failed:
                 arena.passes[arena.key] = recorded
-                self._reports.graphs(self.watched)
+                self._reports.graphs(self.units)
             else:
                 self._fail(arena.key)
-                self._reports.failure(self.watched, recorded.failed)
+                self._reports.failure(self.units, recorded.failed)
             failed = failed or bool(recorded.failed)
         if failed:
             # A failed capture has replaced the state of the random generator, which other graphs refer to.
@@ -280,62 +287,6 @@ class UnitGraphs:
         self._seen[key] = 0
         self._observed.pop(key, None)
 
-    # A call
-
-    def _call(self, watched: WatchedUnit, *inputs: Any, **options: Any) -> Any:
-        self.num_calls += 1
-        if self._mode == _ORDINARY or watched.why_not or _is_special(watched.device):
-            return self._ordinary(watched, inputs, options)
-        tensors: list[Tensor] = []
-        try:
-            form = form_of((inputs, options), tensors)
-            if any(tensor.device.type != watched.device.type for tensor in tensors):
-                return self._ordinary(watched, inputs, options)
-            call, tensors = with_normal((inputs, options), tensors)
-        except NotCaptured:
-            return self._ordinary(watched, inputs, options)
-        if self._mode == _OBSERVED or (self._mode == _RECORDED and not watched.is_observed):
-            return self._observe(watched, call, tensors=tensors)
-        result = self._graphed(watched, call, tensors, form=form)
-        return self._ordinary(watched, inputs, options) if result is NOT_REPLAYED else result
-
-    def _observe(self, watched: WatchedUnit, call: tuple[Any, Any], *, tensors: Sequence[Tensor]) -> Any:
-        ordinary = partial(watched.forward, *call[0], **call[1])
-        graphs = self.arenas.all[0].device
-        before = graphs.allocated_bytes()
-        result = watched.observe(ordinary, tensors=tensors, graphs=graphs)
-        if self._mode == _OBSERVED:
-            self._observed[self._key].add_call(graphs.allocated_bytes() - before)
-        return result
-
-    def _ordinary(self, watched: WatchedUnit, inputs: Any, options: Any) -> Any:
-        """Run an ordinary call; if memory runs out while graphs hold some, without them."""
-        try:
-            return watched.forward(*inputs, **options)
-        except torch.OutOfMemoryError:
-            if not self.arenas.hold_graphs or recomputing():
-                raise
-        self.release()
-        return watched.forward(*inputs, **options)
-
-    def _graphed(self, watched: WatchedUnit, call: tuple[Any, Any], tensors: Sequence[Tensor], *, form: Any) -> Any:
-        """Record or replay a call; return NOT_REPLAYED if it has to run as an ordinary one."""
-        assert self._arena is not None
-        recorded = self._arena.current
-        assert recorded is not None
-        key = watched.key()
-        if self._mode == _REPLAYED:
-            found = recorded.find(watched, form=form, key=key)
-        else:
-            try:
-                found = recorded.record(watched, call, tensors, form=form, key=key)
-            except NotCaptured as why:
-                watched.why_not = recorded.failed = str(why)
-                return NOT_REPLAYED
-        result = recorded.replay(found, tensors) if found is not None else NOT_REPLAYED
-        self.num_replayed += result is not NOT_REPLAYED and self._mode == _REPLAYED
-        return result
-
 
 def unit_graphs_of(core: Core, *, optimizers: Iterable[Optimizer]) -> UnitGraphs | None:
     """Return the graphs of a model's units; None if its plan, its device or its environment does without."""
@@ -343,18 +294,8 @@ def unit_graphs_of(core: Core, *, optimizers: Iterable[Optimizer]) -> UnitGraphs
     if device.type != "cuda" or not plan.may_capture_units or capture_is_off() or why_no_pool():
         return None
     is_first = not dist.is_initialized() or dist.get_rank() == 0
-    tell = (lambda line: warnings.warn(line, stacklevel=2)) if is_first else lambda line: None
+    tell: Tell = (lambda line: warnings.warn(line, stacklevel=2)) if is_first else lambda line: None
+    if untested_torch(installed_torch()):
+        tell(f"capture: ordinary units, not CUDA graphs: the tracer of torch {installed_torch()} was not tried")
+        return None
     return UnitGraphs(core, make_device=partial(CudaGraphs, device), tell=tell, slots=Slots(), optimizers=optimizers)
-
-
-def _is_special(device: torch.device) -> bool:
-    """Return whether this call is none of the program's: recomputed, transformed, or inside another capture."""
-    if recomputing() or transforming() or torch_private.top_saved_tensors_hooks(True) is not None:
-        return True
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _elements(key: Any) -> int:
-    """Return the number of elements of a pass's inputs."""
-    _, inputs = key
-    return sum(prod(entry[0]) for entry in inputs if isinstance(entry, tuple))
