@@ -112,6 +112,21 @@ def moving_mean_in_place(prepare: Prepare) -> list[Any]:
 
 
 @program
+def moving_square_in_place(prepare: Prepare) -> list[Any]:
+    class Own(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.square = torch.ones(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            mean = x.detach().mean(0)
+            self.square.mul_(0.9).addcmul_(mean, mean, value=0.1).addcdiv_(mean, self.square, value=0.01)
+            return super().forward(x / self.square)
+
+    return loop(prepare, Net(Own), after=lambda step, net: [net.blocks[0].square])
+
+
+@program
 def queue_of_activations(prepare: Prepare) -> list[Any]:
     class Own(Block):
         def __init__(self) -> None:

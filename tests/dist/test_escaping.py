@@ -27,7 +27,14 @@ PROGRAMS: dict[str, Program] = {
 }
 # Programs of the usual run: one of each kind.
 USUAL = (
-    *("nothing_escapes", "attribute_scale", "activation_kept_on_module", "moving_mean_in_place", "buffer_replaced"),
+    *(
+        "nothing_escapes",
+        "attribute_scale",
+        "activation_kept_on_module",
+        "moving_mean_in_place",
+        "buffer_replaced",
+        "moving_square_in_place",
+    ),
     *("config_swapped_for_another", "dropout_that_nobody_uses", "list_argument_grows", "keywords_in_another_order"),
     *("dict_out", "empty_tuple_out", "returns_a_view_of_its_input", "hook_that_goes_again", "own_function"),
     *("checkpoint_inside", "recomputed_with_buffers", "branch_by_a_value", "error_in_a_unit", "two_models_in_turn"),

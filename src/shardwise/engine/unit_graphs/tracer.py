@@ -26,6 +26,8 @@ _LIMITS = {"recompile_limit": 256, "accumulated_recompile_limit": 1024}
 _SETTINGS = {
     **_LIMITS,
     "skip_nnmodule_hook_guards": False,
+    # Such as a product and a sum in the place of `add_(…, alpha=…)`, which differ by rounding.
+    "enable_dynamo_decompositions": False,
     # A counter on a module is an input of the graph rather than a trace of its own for each number.
     "allow_unspec_int_on_nn_module": True,
 }
