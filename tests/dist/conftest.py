@@ -9,8 +9,11 @@ import pytest
 from hosts import Host, NoNamespaces, two_hosts
 from ranks import shut_down
 
+from object_server import object_server, s3
 from shardwise.launch.agent import Agent
 from shardwise.launch.warm_start import WarmStart
+
+__all__ = ["object_server", "s3"]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -47,9 +47,9 @@ _PRELOAD = [
 ]
 # For what is not the body: the start of a process, the import of a test's module, the clean-up.
 _OVERHEAD_SECONDS = 60.0
-# What libraries that a body imports leave in a process, and a worker may keep: variables, and tqdm's thread.
+# What libraries that a body imports leave in a process, and a worker may keep: variables, threads of tqdm and fsspec.
 _SET_BY_LIBRARIES = ("TORCHINDUCTOR_", "TRITON_", "KMP_", "PYTORCH_NVML_")
-_THREADS_OF_LIBRARIES = ("tqdm_monitor",)
+_THREADS_OF_LIBRARIES = ("tqdm_monitor", "fsspecIO")
 # Ranks that fail at about the same moment all get to report, so that the earliest can be told.
 _GRACE_SECONDS = 0.05
 

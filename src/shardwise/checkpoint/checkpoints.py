@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from os import PathLike
 from typing import Any
 
 from torch import nn
@@ -32,6 +32,7 @@ from shardwise.checkpoint.storage import CheckpointReader
 from shardwise.checkpoint.typed import from_json
 from shardwise.engine.prepared.average import EMA
 from shardwise.errors import CheckpointError
+from shardwise.files.object_path import Location, ObjectPath, location
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +46,9 @@ class Saving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedCheckpoint:
-    """A checkpoint on disk."""
+    """A checkpoint on disk, or in an object store."""
 
-    path: Path
+    path: Location
     manifest: Manifest
 
     @property
@@ -69,7 +70,7 @@ class Loaded:
 
 
 class Checkpoints:
-    """The checkpoints of one training, in one folder that all ranks see.
+    """The checkpoints of one training, in one folder that all ranks see: a path, or a URL such as s3://bucket/run.
 
     All methods are collective over the job; without a process group, this process is the job. `on_saved` is called on
     rank 0 with the step of each checkpoint when it is on disk, in the thread that writes. `tell` shows a line to the
@@ -78,7 +79,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        folder: str | Path,
+        folder: str | PathLike[str] | ObjectPath,
         *,
         keep: int = 2,
         asynchronous: bool = True,
@@ -88,7 +89,7 @@ class Checkpoints:
     ) -> None:
         if keep < 1:
             raise CheckpointError(f"keep = {keep}: at least one checkpoint must be kept")
-        self.folder = Path(folder)
+        self.folder = location(folder)
         self._keep = keep
         self._asynchronous = asynchronous
         self._disk = disk or Disk()
@@ -164,9 +165,12 @@ class Checkpoints:
             problems = ranks.failures(_problem(path, ranks=ranks))
             if not problems:
                 return SavedCheckpoint(path=path, manifest=read_manifest(path))
+            for line in (line for line, is_damage in problems.values() if not is_damage):
+                # The one before it would be the wrong one to resume from.
+                raise CheckpointError(f"the newest checkpoint cannot be read: {line}")
             self._damaged.add(name)
             if ranks.index == 0:
-                self._tell(f"checkpoint passed over: {next(iter(problems.values()))}")
+                self._tell(f"checkpoint passed over: {next(iter(problems.values()))[0]}")
         return None
 
     def load(
@@ -223,21 +227,31 @@ class Checkpoints:
         )
 
 
-def open_checkpoint(path: str | Path) -> SavedCheckpoint:
+def open_checkpoint(path: str | PathLike[str] | ObjectPath) -> SavedCheckpoint:
     """Open one checkpoint by its folder, for `Checkpoints.load`; raise if it is damaged. Not collective."""
-    manifest = read_manifest(Path(path))
-    verify_files(Path(path), manifest.files)
-    return SavedCheckpoint(path=Path(path), manifest=manifest)
+    place = location(path)
+    manifest = read_manifest(place)
+    verify_files(place, manifest.files)
+    return SavedCheckpoint(path=place, manifest=manifest)
 
 
-def _problem(path: Path, *, ranks: Ranks) -> str | None:
-    """Describe what is wrong with this rank's part of the files; None if they are good."""
+def _problem(path: Location, *, ranks: Ranks) -> tuple[str, bool] | None:
+    """Describe what is wrong with this rank's part of the files, and whether that is damage; None if they are good."""
     try:
         files = sorted(read_manifest(path).files.items())
         verify_files(path, dict(files[ranks.index :: ranks.count]))
     except CheckpointError as error:
-        return str(error)
+        # Of a disk an error is damage; a store that did not answer may have a good file.
+        unread = isinstance(path, ObjectPath) and isinstance(_first_cause(error), OSError)
+        return str(error), not unread
     return None
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """Return the error that led to this one, by way of others."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def _check_same_step(step: int, *, ranks: Ranks) -> None:

@@ -20,6 +20,7 @@ from shardwise.checkpoint.verify import verify
 from shardwise.checkpoint.weight_files import INDEX, divide_weights, write_index
 from shardwise.errors import CheckpointError
 from shardwise.files.atomic import atomic_write
+from shardwise.files.object_path import Location
 from shardwise.models.hugging_face import HuggingFaceLayout, layout_of_ours, layout_of_theirs
 
 
@@ -33,7 +34,7 @@ class _Exported:
 
 
 def export_weights(
-    path: Path,
+    path: Location,
     out: Path,
     *,
     hugging_face: bool = False,
@@ -87,7 +88,7 @@ def _exported(manifest: Manifest, *, hugging_face: bool, dtype: torch.dtype | No
     return exported
 
 
-def _write(out: Path, tensors: Mapping[str, _Exported], *, path: Path, manifest: Manifest) -> None:
+def _write(out: Path, tensors: Mapping[str, _Exported], *, path: Location, manifest: Manifest) -> None:
     def whole() -> Iterator[Tensor]:
         for tensor in tensors.values():
             value = assembled(tensor.name, manifest=manifest, files=files).to(tensor.entry.dtype)
@@ -115,8 +116,8 @@ def assembled(name: str, *, manifest: Manifest, files: Iterable[TensorFile]) -> 
 
 
 def import_weights(
-    sources: Iterable[Path], folder: Path, *, hugging_face: bool = False, disk: Disk | None = None
-) -> Path:
+    sources: Iterable[Path], folder: Location, *, hugging_face: bool = False, disk: Disk | None = None
+) -> Location:
     """Make a checkpoint of weights alone, at step 0, from safetensors files; return its path in `folder`."""
     disk = disk or Disk()
     with opened_all(sources) as files:

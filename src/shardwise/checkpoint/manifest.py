@@ -31,6 +31,7 @@ from shardwise.checkpoint.typed import dtype_name, dtype_of
 from shardwise.errors import CheckpointError
 from shardwise.files.data_file import UnreadableFile, read_json
 from shardwise.files.form import WrongForm, anything, each, number, optional, record, row, string, switch, table, whole
+from shardwise.files.object_path import Location
 
 FILE_NAME = "manifest.json"
 FORMAT = "shardwise-checkpoint"
@@ -180,7 +181,7 @@ def box_key(name: str, box: Box, *, shape: tuple[int, ...]) -> str:
     return name if box.sizes == tuple(shape) else f"{name}@{','.join(map(str, box.offsets))}"
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Location) -> Manifest:
     """Read the manifest of a checkpoint; raise, in one line, if it is missing, damaged or not ours."""
     path = folder / FILE_NAME
     try:
@@ -203,13 +204,16 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path}: is damaged or not a manifest ({type(error).__name__}: {error})") from error
 
 
-def verify_files(folder: Path, files: Mapping[str, StoredFile]) -> None:
+def verify_files(folder: Location, files: Mapping[str, StoredFile]) -> None:
     """Raise unless each file exists, with the length and the checksum that were written."""
     for name, expected in files.items():
         path = folder / name
-        if not path.is_file():
-            raise CheckpointError(f"{path}: is missing")
-        num_bytes = path.stat().st_size
+        try:
+            if not path.is_file():
+                raise CheckpointError(f"{path}: is missing")
+            num_bytes = path.stat().st_size
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
         if num_bytes != expected.num_bytes:
             raise CheckpointError(f"{path}: is damaged: {num_bytes} bytes, {expected.num_bytes} were written")
         if checksum(path) != expected.crc32:

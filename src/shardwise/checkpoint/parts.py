@@ -8,7 +8,6 @@ from rank to rank along a tree, in as many rounds as the logarithm of the number
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from shardwise.checkpoint.manifest import (
 from shardwise.checkpoint.slice_runs import SliceRun, cover, merged_runs
 from shardwise.checkpoint.tensor_file import TensorEntry
 from shardwise.errors import CheckpointError
+from shardwise.files.object_path import Location
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ def describe_pieces(pieces: Sequence[StatePiece], *, rank: int) -> dict[str, Sto
 
 
 def write_part(
-    pieces: Sequence[StatePiece], *, contents: Contents, rank: int, folder: Path, disk: Disk
+    pieces: Sequence[StatePiece], *, contents: Contents, rank: int, folder: Location, disk: Disk
 ) -> CheckpointPart:
     """Write a rank's file, if it has pieces; it is on disk when this returns."""
     entries: dict[str, TensorEntry] = {}

@@ -5,14 +5,14 @@
         manifest.json                   written by rank 0 when the files of all ranks are on disk
     step-00000100/                      the same folder, renamed: from here on the checkpoint exists
 
-So a folder with the name of a checkpoint is complete; what a crash leaves has another name. Between two of these stages
+So a folder with the name of a checkpoint is complete; what a crash leaves has another name. In an object store the
+files go into step-00000100/ at once, and the manifest makes it a checkpoint (folder.py). Between two of these stages
 the ranks compare one number: whether one of them has failed.
 """
 
 import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 from shardwise.checkpoint.contents import StateSnapshot
@@ -21,6 +21,7 @@ from shardwise.checkpoint.folder import begin, commit, discard, prune
 from shardwise.checkpoint.parts import CheckpointPart, write_part
 from shardwise.checkpoint.ranks import Ranks, one_line
 from shardwise.errors import CheckpointError, DiskFailed
+from shardwise.files.object_path import Location, location
 
 T = TypeVar("T")
 
@@ -40,7 +41,7 @@ class _Failure:
 def write_checkpoint(
     taken: StateSnapshot,
     *,
-    folder: Path,
+    folder: Location,
     ranks: Ranks,
     keep: int,
     disk: Disk,
@@ -59,7 +60,7 @@ def write_checkpoint(
     def finish(whole: CheckpointPart | None) -> None:
         if whole is None:
             return
-        path = commit(stages.saving, whole.manifest(), disk=disk)
+        path = stages.commit(whole)
         if on_saved is not None:
             on_saved(taken.contents.step)
         for line in prune(folder, keep=keep, newest=path, disk=disk, damaged=damaged):
@@ -68,7 +69,7 @@ def write_checkpoint(
     try:
         stages.begin(folder)
         part = stages.run(
-            lambda: write_part(taken.pieces, contents=taken.contents, rank=ranks.index, folder=stages.saving, disk=disk)
+            lambda: write_part(taken.pieces, contents=taken.contents, rank=ranks.index, folder=stages.folder, disk=disk)
         )
         whole = ranks.merge_on_first(part, CheckpointPart.merged)
         stages.run(lambda: finish(whole))
@@ -84,13 +85,25 @@ class _Stages:
 
     def __init__(self, ranks: Ranks, *, step: int, disk: Disk) -> None:
         self._ranks, self._step, self._disk = ranks, step, disk
-        self.saving = Path()
+        # The folder of the save, until it is a checkpoint.
+        self._saving: Location | None = None
 
-    def begin(self, folder: Path) -> None:
+    @property
+    def folder(self) -> Location:
+        assert self._saving is not None
+        return self._saving
+
+    def begin(self, folder: Location) -> None:
         """Make the folder in which the ranks write."""
         first = self._ranks.index == 0
-        made = self.run(lambda: begin(folder, step=self._step, disk=self._disk) if first else Path())
-        self.saving = self._ranks.by_first(lambda: made)
+        made = self.run(lambda: str(begin(folder, step=self._step, disk=self._disk)) if first else "")
+        self._saving = location(self._ranks.by_first(lambda: made))
+
+    def commit(self, whole: CheckpointPart) -> Location:
+        """Make the folder a checkpoint: what fails later no longer removes it. On rank 0."""
+        path = commit(self.folder, whole.manifest(), disk=self._disk)
+        self._saving = None
+        return path
 
     def run(self, stage: Callable[[], T]) -> T:
         """Run a stage on every rank; raise on all if it fails on one."""
@@ -109,7 +122,8 @@ class _Stages:
         rank, first = next(iter(failures.items()))
         line = f"the checkpoint of step {self._step} was not written: rank {rank}: {first.line}"
         ends = any(failure.ends_process for failure in failures.values())
-        if self._ranks.index == 0 and self.saving != Path() and not ends and not discard(self.saving, disk=self._disk):
+        saving = self._saving if self._ranks.index == 0 and not ends else None
+        if saving is not None and not discard(saving, disk=self._disk):
             line += "; its half-written folder could not be removed"
         return DiskFailed(line) if first.by_disk else CheckpointError(line)
 

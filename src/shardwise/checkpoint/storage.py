@@ -3,7 +3,6 @@
 import os
 from collections import defaultdict
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -15,6 +14,7 @@ from shardwise.checkpoint.boxes import Box
 from shardwise.checkpoint.manifest import Manifest, StoredBox, box_key, box_of, read_manifest
 from shardwise.checkpoint.tensor_file import TensorFile, opened
 from shardwise.errors import CheckpointError
+from shardwise.files.object_path import ObjectPath, location
 
 
 class CheckpointReader(StorageReader):
@@ -27,12 +27,12 @@ class CheckpointReader(StorageReader):
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | ObjectPath,
         *,
         manifest: Manifest | None = None,
         wanted: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:
-        self._path = Path(path)
+        self._path = location(path)
         self._manifest = manifest
         self._wanted = wanted
 
@@ -44,7 +44,7 @@ class CheckpointReader(StorageReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
-            self._path, self._manifest, self._wanted = Path(checkpoint_id), None, None
+            self._path, self._manifest, self._wanted = location(checkpoint_id), None, None
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         return self.manifest.metadata(self._wanted)

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import BinaryIO, Protocol
 
 import torch
@@ -21,6 +20,8 @@ from torch import Tensor
 
 from shardwise.errors import CheckpointError
 from shardwise.files.data_file import UnreadableFile, parse_json
+from shardwise.files.object_path import Location, ObjectPath
+from shardwise.files.object_reader import ObjectReader
 from shardwise.files.regular_file import open_to_read
 
 DTYPES = {
@@ -87,7 +88,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 class TensorFile:
     """A safetensors file that is open for reading."""
 
-    def __init__(self, file: BinaryIO, *, path: Path) -> None:
+    def __init__(self, file: "DiskReader | ObjectReader", *, path: Location) -> None:
         self._file = file
         self.path = path
         self.entries: dict[str, TensorEntry] = {}
@@ -95,12 +96,12 @@ class TensorFile:
         self._read_header()
 
     def _read_header(self) -> None:
-        num_bytes = os.fstat(self._file.fileno()).st_size
-        length = int.from_bytes(self._file.read(8), "little")
+        num_bytes = self._file.num_bytes
+        length = int.from_bytes(self._bytes(8, begin=0), "little") if num_bytes >= 8 else num_bytes
         if num_bytes < 8 or length > min(num_bytes - 8, _MOST_HEADER_BYTES):
             raise CheckpointError(f"{self.path}: is not a safetensors file, or was cut short")
         try:
-            header = parse_json(self._file.read(length))
+            header = parse_json(self._bytes(length, begin=8))
             header.pop("__metadata__", None)
             for name, item in header.items():
                 begin, end = item["data_offsets"]
@@ -137,10 +138,15 @@ class TensorFile:
             rows = rows.narrow(dim, offsets[dim], target.shape[dim])
         target.copy_(rows)
 
+    def _bytes(self, num_bytes: int, *, begin: int) -> bytes:
+        content = bytearray(num_bytes)
+        self._read(memoryview(content), begin=begin)
+        return bytes(content)
+
     def _read(self, memory: memoryview, *, begin: int) -> None:
         while memory:
             try:
-                count = os.preadv(self._file.fileno(), [memory], begin)
+                count = self._file.read_into(memory, begin=begin)
             except OSError as error:
                 raise _unreadable(self.path, error) from error
             if count == 0:
@@ -148,28 +154,46 @@ class TensorFile:
             memory, begin = memory[count:], begin + count
 
 
+class DiskReader:
+    """A file on a disk, read by position."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.num_bytes = os.fstat(file.fileno()).st_size
+
+    def read_into(self, memory: memoryview, *, begin: int) -> int:
+        return os.preadv(self._file.fileno(), [memory], begin)
+
+
 @contextmanager
-def opened(path: Path) -> Iterator[TensorFile]:
+def opened(path: Location) -> Iterator[TensorFile]:
     """Open a safetensors file for reading."""
-    try:
-        file = os.fdopen(open_to_read(path), "rb", buffering=0)
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    with file:
-        yield TensorFile(file, path=path)
+    with ExitStack() as held:
+        try:
+            if isinstance(path, ObjectPath):
+                reader: DiskReader | ObjectReader = ObjectReader(path)
+            else:
+                reader = DiskReader(held.enter_context(os.fdopen(open_to_read(path), "rb", buffering=0)))
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        yield TensorFile(reader, path=path)
 
 
 @contextmanager
-def opened_all(paths: Iterable[Path]) -> Iterator[list[TensorFile]]:
+def opened_all(paths: Iterable[Location]) -> Iterator[list[TensorFile]]:
     """Open several files, in the order of `paths`."""
     with ExitStack() as stack:
         yield [stack.enter_context(opened(path)) for path in paths]
 
 
-def checksum(path: Path) -> int:
+def checksum(path: Location) -> int:
     """Return the CRC-32 of a file."""
     value = 0
     try:
+        if isinstance(path, ObjectPath):
+            for part in path.blocks(0, path.stat().st_size):
+                value = zlib.crc32(part, value)
+            return value
         with os.fdopen(open_to_read(path), "rb") as file:
             while block := file.read(4 * 2**20):
                 value = zlib.crc32(block, value)
@@ -178,5 +202,5 @@ def checksum(path: Path) -> int:
     return value
 
 
-def _unreadable(path: Path, error: OSError) -> CheckpointError:
+def _unreadable(path: Location, error: OSError) -> CheckpointError:
     return CheckpointError(f"{path}: cannot be read ({error.strerror})")

@@ -1,13 +1,12 @@
 """Verify a checkpoint: every file matches its checksum and holds the boxes that the manifest names."""
 
-from pathlib import Path
-
 from shardwise.checkpoint.manifest import Manifest, box_key, read_manifest, verify_files
 from shardwise.checkpoint.tensor_file import opened_all
 from shardwise.errors import CheckpointError
+from shardwise.files.object_path import Location
 
 
-def verify(path: Path) -> Manifest:
+def verify(path: Location) -> Manifest:
     """Return the manifest of a good checkpoint; raise the first problem of a damaged one, in one line."""
     manifest = read_manifest(path)
     verify_files(path, manifest.files)

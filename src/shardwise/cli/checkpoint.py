@@ -4,12 +4,13 @@ import json
 from collections.abc import Sized
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option, Typer
 
 from shardwise.cli.help_pages import GroupedOptions
 from shardwise.errors import InvalidData
+from shardwise.files.object_path import Location, ObjectPath, location
 from shardwise.vocabulary.printable import printable
 
 if TYPE_CHECKING:
@@ -18,9 +19,11 @@ if TYPE_CHECKING:
 checkpoint = Typer(help="Inspect, verify, export or import checkpoints.", no_args_is_help=True)
 
 PathArgument = Annotated[
-    Path,
+    Any,
     Argument(
-        metavar="PATH", help="A checkpoint (step-…), a folder of checkpoints, or a run folder (the newest is used)."
+        metavar="PATH",
+        parser=location,
+        help="A checkpoint (step-…), a folder of checkpoints, or a run folder (the newest is used); or s3://BUCKET/FOLDER.",
     ),
 ]
 
@@ -114,7 +117,9 @@ def export(
 @checkpoint.command("import", cls=GroupedOptions)
 def import_(
     sources: Annotated[list[Path], Argument(metavar="FILE", help="safetensors files, all of one model.")],
-    out: Annotated[Path, Option(help="A folder of checkpoints; the new one is step 0 in it.")],
+    out: Annotated[
+        Any, Option(parser=location, metavar="PATH", help="A folder of checkpoints; the new one is step 0 in it.")
+    ],
     names: Annotated[Names, Option("--from", help="Our names, or Hugging Face's (Llama, GPT-2).")] = Names.plain,
 ) -> None:
     """Make a checkpoint from weights alone, to start training from."""
@@ -126,23 +131,28 @@ def import_(
     print(f"{made}: {len(manifest.tensors)} tensors, {_num_bytes(manifest):,} bytes")
 
 
-def _chosen(path: Path) -> Path:
+def _chosen(path: Location) -> Location:
     """Return the checkpoint at `path`, or the newest one in it."""
     from shardwise.checkpoint.folder import checkpoints_in
     from shardwise.checkpoint.manifest import FILE_NAME
 
-    if (path / FILE_NAME).is_file():
-        return path
+    try:
+        if (path / FILE_NAME).is_file():
+            return path
+    except OSError as error:
+        raise InvalidData(f"{path}: cannot be read ({error.strerror})") from error
     found = checkpoints_in(_folder(path))
     if not found:
         raise InvalidData(f"{path}: neither a checkpoint nor a run, and holds no checkpoints")
     return found[-1]
 
 
-def _folder(path: Path) -> Path:
+def _folder(path: Location) -> Location:
     """Return the folder of checkpoints at `path`: in a run folder, the one that `shardwise train` writes."""
     from shardwise.train.run_folder import CHECKPOINTS
 
+    if isinstance(path, ObjectPath):
+        return path
     within = path / CHECKPOINTS
     return within if within.is_dir() else path
 
@@ -156,7 +166,7 @@ def _count(items: Sized, one: str, many: str = "") -> str:
     return f"{len(items)} {one if len(items) == 1 else many or one + 's'}"
 
 
-def _print_summary(path: Path, manifest: "Manifest") -> None:
+def _print_summary(path: Location, manifest: "Manifest") -> None:
     from math import prod
 
     contents = manifest.contents

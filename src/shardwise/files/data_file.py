@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import ShardwiseError
+from shardwise.files.object_path import ObjectPath
 from shardwise.files.regular_file import read_at_most
 
 if TYPE_CHECKING:
@@ -35,10 +36,10 @@ class UnreadableFile(ShardwiseError):  # noqa: N818
         return isinstance(self.__cause__, FileNotFoundError)
 
 
-def read_content(path: str | os.PathLike[str], *, most_bytes: int) -> bytes:
+def read_content(path: str | os.PathLike[str] | ObjectPath, *, most_bytes: int) -> bytes:
     """Return the content of a regular file of at most that size."""
     try:
-        return read_at_most(Path(path), most_bytes)
+        return read_at_most(path if isinstance(path, ObjectPath) else Path(path), most_bytes)
     except OSError as error:
         raise UnreadableFile(f"cannot be read ({error.strerror})") from error
     except ValueError as error:  # a name with a zero byte
@@ -53,7 +54,9 @@ def read_text(path: str | os.PathLike[str], *, most_bytes: int = MOST_CONFIG_BYT
         raise UnreadableFile(f"is not text in UTF-8 (byte {error.start})") from error
 
 
-def read_json(path: str | os.PathLike[str], *, most_bytes: int = MOST_CONFIG_BYTES, finite: bool = True) -> Any:
+def read_json(
+    path: str | os.PathLike[str] | ObjectPath, *, most_bytes: int = MOST_CONFIG_BYTES, finite: bool = True
+) -> Any:
     """Return the value in a JSON file; see `parse_json`."""
     return parse_json(read_content(path, most_bytes=most_bytes), finite=finite)
 

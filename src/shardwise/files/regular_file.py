@@ -5,6 +5,8 @@ import os
 import stat
 from pathlib import Path
 
+from shardwise.files.object_path import Location, ObjectPath
+
 
 def open_to_read(path: Path) -> int:
     """Return the descriptor of a regular file. A link to one is followed; anything else raises OSError at once."""
@@ -12,8 +14,13 @@ def open_to_read(path: Path) -> int:
     return _checked(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
 
 
-def read_at_most(path: Path, num_bytes: int) -> bytes:
+def read_at_most(path: Location, num_bytes: int) -> bytes:
     """Return the content of a regular file. A larger file is not ours: it raises OSError before any of it is read."""
+    if isinstance(path, ObjectPath):
+        size = path.stat().st_size
+        if size > num_bytes:
+            raise OSError(errno.EFBIG, f"is larger than {num_bytes:,} bytes", str(path))
+        return path.read_range(0, size)
     with os.fdopen(open_to_read(path), "rb") as file:
         if os.fstat(file.fileno()).st_size > num_bytes:
             raise OSError(errno.EFBIG, f"is larger than {num_bytes:,} bytes", str(path))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.comm.step_flags import StepFlags
+from shardwise.files.object_path import Location
 from shardwise.recovery.disk_writer import DiskWriter
 
 _WRITTEN = "snapshot is on disk"
@@ -27,7 +28,7 @@ class DetachedWrites:
         self._kept, self._written = -1, -1
         flags.register(_WRITTEN, lambda: self._written)
 
-    def ask(self, folder: Path, *, keep: int, finite_only: bool, on_saved: Callable[[int], None] | None) -> None:
+    def ask(self, folder: Location, *, keep: int, finite_only: bool, on_saved: Callable[[int], None] | None) -> None:
         """Write the next snapshot that is taken, unless one is being written."""
         self._on_saved = on_saved
         self._make = lambda step: DiskWriter(

@@ -21,6 +21,7 @@ from shardwise.checkpoint.manifest import MODEL
 from shardwise.checkpoint.parts import CheckpointPart, write_part
 from shardwise.checkpoint.ranks import one_line
 from shardwise.errors import CheckpointError, DiskFailed
+from shardwise.files.object_path import Location, location
 from shardwise.recovery.generation import OWN, Record, RecordName, check_totals, elements_of, mapped, read_record
 
 
@@ -28,7 +29,7 @@ class DiskWriter:
     """The process that writes one generation."""
 
     def __init__(
-        self, memory: Path, *, start: str, step: int, folder: Path, keep: int, finite_only: bool = False
+        self, memory: Path, *, start: str, step: int, folder: Location, keep: int, finite_only: bool = False
     ) -> None:
         self.step = step
         words = [str(memory), start, str(step), str(folder), str(keep), *(["finite"] if finite_only else [])]
@@ -52,7 +53,9 @@ class DiskWriter:
         return True
 
 
-def write_generation(memory: Path, *, start: str, step: int, folder: Path, keep: int, finite_only: bool) -> Path:
+def write_generation(
+    memory: Path, *, start: str, step: int, folder: Location, keep: int, finite_only: bool
+) -> Location:
     """Write a generation as a checkpoint; return its folder."""
     names = [name for path in memory.iterdir() if (name := RecordName.parse(path.name)) is not None]
     wanted = sorted(name for name in names if name.generation == (step, start) and name.kind == OWN)
@@ -74,7 +77,7 @@ def write_generation(memory: Path, *, start: str, step: int, folder: Path, keep:
     return path
 
 
-def _write(record: Record, memory: Path, *, saving: Path, disk: Disk) -> CheckpointPart:
+def _write(record: Record, memory: Path, *, saving: Location, disk: Disk) -> CheckpointPart:
     """Write the file of one rank."""
     content = mapped(memory, record)
     check_totals(record, memory=content)
@@ -94,7 +97,12 @@ def main() -> None:
     memory, start, step, folder, keep, *options = sys.argv[1:]
     try:
         write_generation(
-            Path(memory), start=start, step=int(step), folder=Path(folder), keep=int(keep), finite_only=bool(options)
+            Path(memory),
+            start=start,
+            step=int(step),
+            folder=location(folder),
+            keep=int(keep),
+            finite_only=bool(options),
         )
     except (CheckpointError, OSError) as error:
         sys.exit(one_line(error))

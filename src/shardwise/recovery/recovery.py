@@ -10,7 +10,6 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -23,6 +22,7 @@ from shardwise.checkpoint.ranks import Ranks
 from shardwise.comm.step_flags import StepFlags
 from shardwise.engine.prepared.average import EMA
 from shardwise.errors import CheckpointError
+from shardwise.files.object_path import Location
 from shardwise.recovery.buddies import Buddies
 from shardwise.recovery.cadence import Cadence
 from shardwise.recovery.detached_writes import DetachedWrites
@@ -187,7 +187,7 @@ class Recovery:
         return len(self._nodes.names) == 1 and not self._off
 
     def write_next(
-        self, folder: Path, *, keep: int, finite_only: bool, on_saved: Callable[[int], None] | None = None
+        self, folder: Location, *, keep: int, finite_only: bool, on_saved: Callable[[int], None] | None = None
     ) -> None:
         """Write the next snapshot to disk, in a process of its own, unless one is being written. See `Checkpoints`."""
         self._to_disk.ask(folder, keep=keep, finite_only=finite_only, on_saved=on_saved)

@@ -99,6 +99,7 @@ OWN_READERS = {
     "data/text.py": "text of any length, piece by piece, from files that open_to_read has opened",
     "data/tokens.py": "tokens of any number, mapped into memory",
     "files/held_folder.py": "opens a folder, to hold it",
+    "files/upload.py": "opens objects to write",
     "hardware/device_file.py": "its own text",
     "hardware/host_here.py": "/proc/cpuinfo",
     "hardware/host_memory.py": "files of the kernel",
