@@ -149,10 +149,15 @@ def _chosen(path: Location) -> Location:
 
 def _folder(path: Location) -> Location:
     """Return the folder of checkpoints at `path`: in a run folder, the one that `shardwise train` writes."""
+    from shardwise.train.config import load_config
     from shardwise.train.run_folder import CHECKPOINTS
 
     if isinstance(path, ObjectPath):
         return path
+    config = path / "config.toml"
+    elsewhere = load_config(config).checkpoint.folder if config.is_file() else None
+    if elsewhere is not None:
+        return location(elsewhere)
     within = path / CHECKPOINTS
     return within if within.is_dir() else path
 

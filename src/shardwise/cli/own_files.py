@@ -63,7 +63,10 @@ def _run(path: Path) -> str | None:
     from shardwise.train.config import load_config
 
     config = load_config(path / "config.toml")
-    checkpoints = _checkpoint(path / "checkpoints") or "no checkpoint yet"
+    elsewhere = config.checkpoint.folder
+    checkpoints = (
+        f"checkpoints in {elsewhere}" if elsewhere else _checkpoint(path / "checkpoints") or "no checkpoint yet"
+    )
     steps = _metrics(path / "metrics.jsonl")
     return f"a run of {config.task.model} under {config.plan.strategy}: {steps}; {checkpoints}"
 

@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from shardwise.errors import InvalidData
 from shardwise.files.keys import key
+from shardwise.files.object_path import check_url
 from shardwise.spec.adaptation import QUANTIZED
 from shardwise.train.config_section import ConfigSection, InvalidConfig
 from shardwise.vocabulary.quantities import SIZE_EXAMPLE, byte_count
@@ -153,6 +155,9 @@ class CheckpointSection(ConfigSection):
     section: ClassVar[str] = "checkpoint"
     every: int = key(1000, "steps between checkpoints; 0: only at the end and on SIGTERM", least=0)
     keep: int = key(2, "how many of the newest to keep", least=1)
+    folder: str | None = key(
+        None, "a folder, or s3://, gs://, az://, hf:// (default: checkpoints/ in run.folder; docs/checkpoints.md)"
+    )
     asynchronous: bool = key(True, "written while training continues")
     memory: bool = key(False, "keep snapshots in /dev/shm too: a rank that dies costs seconds (docs/recovery.md)")
     memory_every: int | None = key(None, "steps between those (default: as often as costs 1% of the time)", least=1)
@@ -164,6 +169,10 @@ class CheckpointSection(ConfigSection):
         ConfigSection.__post_init__(self)
         if self.detached and not self.memory:
             raise InvalidConfig("checkpoint.detached = true needs checkpoint.memory = true")
+        try:
+            check_url(self.folder or "")
+        except InvalidData as error:
+            raise InvalidConfig(f"checkpoint.folder: {error}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

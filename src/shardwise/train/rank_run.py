@@ -101,7 +101,9 @@ def _run(
         stalls_reported(),
         preemption(grace_seconds=config.checkpoint.grace_seconds) as request,
     ):
-        earlier = run_folder.earlier_steps(config.folder) if place.rank == 0 and not fresh else None
+        # First, and on every rank: a driver that is missing ends all of them alike.
+        place_of_checkpoints = run_folder.checkpoint_folder(config)
+        earlier = run_folder.earlier_steps(config) if place.rank == 0 and not fresh else None
         notes = _claim(config, place=place, fresh=fresh, command=command, held=held)
         chosen.save()
         limit_to_budget(chosen, held=held)
@@ -113,7 +115,7 @@ def _run(
         # `advised` has everything that a prediction needs.
         require_engine(training.model).omit_memory_advice(training.model)
         checkpoints = Checkpoints(
-            config.folder / run_folder.CHECKPOINTS,
+            place_of_checkpoints,
             keep=config.checkpoint.keep,
             asynchronous=config.checkpoint.asynchronous,
             on_saved=partial(run_folder.save_step, config.folder),
@@ -211,7 +213,7 @@ def _resume(training: Training, checkpoints: Checkpoints, *, place: Place) -> No
 
 def _check_nothing_saved(config: TrainConfig, *, place: Place) -> str:
     if place.rank == 0:
-        run_folder.refuse_if_saved(config.folder)
+        run_folder.refuse_if_saved(config)
     return ""
 
 

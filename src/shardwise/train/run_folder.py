@@ -5,7 +5,7 @@ plan.toml          its plan, for `--plan` and `shardwise doctor`
 auto.json          with plan.strategy = "auto": the question and the chosen plan (auto_plan.py)
 environment.json   versions, devices, number of ranks, command line
 metrics.jsonl      one line per step
-checkpoints/       step-00001000/ …
+checkpoints/       step-00001000/ …, unless checkpoint.folder is another place
 snapshots.json     with checkpoint.memory: the key of the snapshots in /dev/shm
 model/             of an hf: model, after the last step: the model, or its adapters, for from_pretrained
 saved.json         the step of the newest checkpoint; outside checkpoints/, which may be a volume that is not mounted
@@ -32,6 +32,7 @@ from shardwise.errors import InvalidPlan
 from shardwise.files.atomic import atomic_write
 from shardwise.files.data_file import UnreadableFile, read_json, read_toml
 from shardwise.files.form import WrongForm, whole
+from shardwise.files.object_path import Location, ObjectPath, location
 from shardwise.recovery.memory_key import forget
 from shardwise.train.config import TrainConfig
 from shardwise.train.config_section import InvalidConfig
@@ -60,24 +61,36 @@ _IDENTITY = (
 )
 
 
+def checkpoint_folder(config: TrainConfig) -> Location:
+    """Return the place of the checkpoints of a run."""
+    given = config.checkpoint.folder
+    return config.folder / CHECKPOINTS if given is None else location(given)
+
+
 def claim(config: TrainConfig, *, fresh: bool, environment: dict[str, Any]) -> list[str]:
     """Claim the folder for this config; return notes to show: keys whose values have changed.
 
     A folder whose checkpoints belong to another model, optimizer or order of data, or are gone, raises an error, and
-    nothing is written; `fresh` removes them, and all else that an earlier run left.
+    nothing is written; `fresh` removes them, and all else that an earlier run left, but nothing in checkpoint.folder.
     """
-    folder = config.folder
+    folder, checkpoints = config.folder, checkpoint_folder(config)
+    there = checkpoints_in(checkpoints)
+    if fresh and there and config.checkpoint.folder is not None:
+        raise InvalidConfig(
+            f"--fresh: {checkpoints} holds {len(there)} checkpoints, which may be of another run: remove them, or "
+            "choose another checkpoint.folder"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         refuse_foreign(folder, fresh=fresh)
         if fresh:
             _mark(folder)
             _clear(folder)
-        if not checkpoints_in(folder / CHECKPOINTS):
-            refuse_if_saved(folder)
+        if not checkpoints_in(checkpoints):
+            refuse_if_saved(config)
         changes = _changes(config)
         # The remains of a killed save may be what fills the disk.
-        sweep(folder / CHECKPOINTS, disk=Disk())
+        sweep(checkpoints, disk=Disk())
         clear_records(folder)
         _mark(folder)
         save_plan(config)
@@ -136,9 +149,9 @@ def save_step(folder: Path, step: int) -> None:
         file.write(json.dumps({"step": step}).encode() + b"\n")
 
 
-def refuse_if_saved(folder: Path) -> None:
+def refuse_if_saved(config: TrainConfig) -> None:
     """Raise an error if the run has saved a checkpoint; to be called when none is found: training must not start."""
-    path = folder / CHECKPOINTS
+    folder, path = config.folder, checkpoint_folder(config)
     there = len(checkpoints_in(path))
     step = _saved_step(folder)
     if step is None and not there:
@@ -150,7 +163,9 @@ def refuse_if_saved(folder: Path) -> None:
     )
 
 
-def _state(path: Path) -> str:
+def _state(path: Location) -> str:
+    if isinstance(path, ObjectPath):
+        return "holds no checkpoint"
     if not path.exists():
         return "is missing"
     return "holds no checkpoint" if os.access(path, os.R_OK | os.X_OK) else "cannot be read"
@@ -182,7 +197,7 @@ def _clear(folder: Path) -> None:
 def _changes(config: TrainConfig) -> dict[str, tuple[Any, Any]]:
     """Return key → (value of the run in the folder, value now), if there is a checkpoint to resume."""
     folder = config.folder
-    earlier = earlier_steps(folder)
+    earlier = earlier_steps(config)
     if earlier is None:
         return {}
     then, now = _flat(earlier[0]), _flat(config)
@@ -206,9 +221,11 @@ def read_config(folder: Path) -> TrainConfig:
         raise InvalidConfig(f"{folder / _CONFIG}: {error}: --fresh starts the run again") from error
 
 
-def earlier_steps(folder: Path) -> tuple[TrainConfig, int | None] | None:
-    """Return the config of the run in a folder that can be resumed, and its samples per step; None if there is none."""
-    if not (folder / _CONFIG).exists() or not any((folder / CHECKPOINTS).glob("step-*")):
+def earlier_steps(config: TrainConfig) -> tuple[TrainConfig, int | None] | None:
+    """Return the config of the run in the folder that can be resumed, and its samples per step; None without one."""
+    folder, checkpoints = config.folder, checkpoint_folder(config)
+    has_any = checkpoints_in(checkpoints) if isinstance(checkpoints, ObjectPath) else any(checkpoints.glob("step-*"))
+    if not (folder / _CONFIG).exists() or not has_any:
         return None
     return read_config(folder), samples_of_step(folder)
 
@@ -226,12 +243,12 @@ def samples_of_step(folder: Path) -> int | None:
 
 
 def _flat(config: TrainConfig) -> dict[str, Any]:
-    """Return section.key → value, without the folder, which may have been moved."""
+    """Return section.key → value, without the folders, which may have been moved."""
     return {
         f"{section}.{name}": value
         for section, table in config.to_dict().items()
         for name, value in table.items()
-        if (section, name) != ("run", "folder")
+        if (section, name) not in (("run", "folder"), ("checkpoint", "folder"))
     }
 
 

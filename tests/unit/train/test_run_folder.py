@@ -58,7 +58,7 @@ def test_a_saved_step_that_cannot_be_read_still_says_that_a_step_was_saved(tmp_p
     else:
         path.write_text(content)
     with pytest.raises(InvalidConfig, match="holds a run that cannot be resumed: it saved step 0, but"):
-        run_folder.refuse_if_saved(tmp_path)
+        run_folder.refuse_if_saved(config_in(tmp_path))
 
 
 @pytest.mark.parametrize(
