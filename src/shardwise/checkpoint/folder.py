@@ -91,9 +91,10 @@ def sweep(folder: Location, *, disk: Disk) -> None:
 
 def discard(saving: Location, *, disk: Disk) -> bool:
     """Remove what a failed save has written, so that a full disk has room again; return whether that worked."""
-    try:
-        # Of ranks that died; the others have aborted their own.
+    # Of ranks that died; the others have aborted their own.
+    with suppress(OSError):
         disk.abort_uploads(saving)
+    try:
         return not saving.is_dir() or _remove(saving, disk=disk) is None
     except OSError:
         return False

@@ -178,6 +178,9 @@ def location(place: "str | PathLike[str] | ObjectPath") -> Location:
         return place
     text = fspath(place)
     if "://" not in text:
+        protocol = text.partition(":/")[0]
+        if protocol in _DRIVERS and protocol != text:
+            raise InvalidData(f"{text}: Path drops a slash of a URL: give it as a string, {protocol}://…")
         return Path(text)
     protocol, _, rest = text.partition("://")
     check_url(text)

@@ -1,8 +1,8 @@
 """Objects that are being written. One exists, whole, when `complete` returns; discarded, it leaves nothing.
 
-    write ──▶ a part, until it is full ──▶ at most 4 parts under way, each tried again if it fails ──▶ complete
+    write ──▶ a part, until it is full ──▶ at most 8 parts under way, each tried again if it fails ──▶ complete
 
-S3 takes parts side by side: memory is at most 5 parts, 80 MiB. Other stores take one after another, through the file
+S3 takes parts side by side: memory is at most 9 parts, 72 MiB. Other stores take one after another, through the file
 that their driver opens.
 """
 
@@ -13,9 +13,9 @@ from typing import Any
 from shardwise.files.attempts import attempted
 from shardwise.files.object_path import ObjectPath
 
-PARALLEL_PARTS = 4
-FIRST_PART_BYTES = 16 * 2**20
-# An upload has at most 10,000 parts. Those of a file of more than 31 GiB get larger, so that it may have a tebibyte.
+PARALLEL_PARTS = 8
+FIRST_PART_BYTES = 8 * 2**20
+# An upload has at most 10,000 parts. Those of a file of more than 15 GiB get larger, so that it may have 480 GiB.
 _PARTS_OF_ONE_SIZE = 2000
 
 
