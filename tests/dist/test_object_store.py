@@ -13,7 +13,7 @@ from object_server import Fault, ObjectServer, client_of, needs_server, objects,
 from shardwise.checkpoint import CheckpointError, Checkpoints
 from shardwise.plan import Plan
 
-pytestmark = [pytest.mark.timeout(120), needs_server]
+pytestmark = [pytest.mark.timeout(240), needs_server]
 
 preload("s3fs")
 

@@ -18,7 +18,7 @@ from shardwise.train.config import TrainConfig
 from shardwise.train.config_section import InvalidConfig
 from shardwise.train.rank_run import train
 
-pytestmark = [pytest.mark.timeout(120), needs_server]
+pytestmark = [pytest.mark.timeout(240), needs_server]
 
 preload("s3fs")
 
