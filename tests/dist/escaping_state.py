@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from escaping import Block, Net, Prepare, Program, loop
-from torch import Tensor
+from torch import Tensor, nn
 
 PROGRAMS: dict[str, Program] = {}
 
@@ -124,6 +124,24 @@ def moving_square_in_place(prepare: Prepare) -> list[Any]:
             return super().forward(x / self.square)
 
     return loop(prepare, Net(Own), after=lambda step, net: [net.blocks[0].square])
+
+
+@program
+def statistics_of_two_forwards(prepare: Prepare) -> list[Any]:
+    """Backward saves statistics that torch does not count as written."""
+
+    class Own(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.norm(x))
+
+    def loss(net: Any, x: Tensor, step: int) -> Tensor:
+        return (net(x) + net(x + 1) if step % 2 else net(x)).square().mean()
+
+    return loop(prepare, Net(Own), loss=loss)
 
 
 @program

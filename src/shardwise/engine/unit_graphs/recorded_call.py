@@ -207,11 +207,12 @@ class RecordedCall:
         """Do what the forward does to inputs that it writes."""
         places = dict(zip(self.numbers, self.inputs, strict=True))
         for number in self.graph.written:
-            given = inputs[number]
-            if number in places and given.data_ptr() != places[number].pointer:
+            given, place = inputs[number], places.get(number)
+            is_counted = number in self.graph.counted
+            if place is not None and given.data_ptr() != place.pointer:
                 with torch.no_grad():
-                    given.copy_(places[number].tensor)
-            elif not given.is_inference():
+                    (given if is_counted or given.is_inference() else given.data).copy_(place.tensor)
+            elif is_counted and not given.is_inference():
                 torch.autograd.graph.increment_version(given)
 
     def returned(self, inputs: Sequence[Any], outputs: Sequence[Tensor]) -> Outputs:

@@ -56,6 +56,7 @@ class TracedGraph:
     why_not      the reason why it is not recorded, in one line; "" if it may be
     in_place     the numbers of the inputs that are read and written where they are; all others are copied to a place
     written      the numbers of the inputs that it writes into; known once it has run
+    counted      those whose writes torch counts: not statistics that BatchNorm writes, which backward may still save
     kept         the numbers of the outputs that are still held when the next pass begins, and how often that was seen
     numbers      computes the outputs that are numbers from the inputs, such as a counter; other outputs are None
     free         the numbers of the inputs that only such outputs depend on
@@ -70,6 +71,7 @@ class TracedGraph:
         params = (isinstance(node.meta.get("example_value"), nn.Parameter) for node in placeholders)
         self.buffers = self.in_place - {number for number, is_param in enumerate(params) if is_param}
         self.written: set[int] = set()
+        self.counted: set[int] = set()
         self.numbers, self.free = _numbers(module)
         self.kept: Counter[int] = Counter()
         self._moved: Counter[int] = Counter()
@@ -101,6 +103,7 @@ class TracedGraph:
         outputs = run(*inputs)
         after = _contents(tensors)
         self.written |= {number for number in tensors if not _equal(before[number], after[number])}
+        self.counted |= {number for number in tensors if before[number][0] != after[number][0]}
         if any(tensors[number].requires_grad for number in self.written):
             self.why_not = "it writes into its inputs"
         if self._recomputes and random_state() != drawn:
