@@ -46,6 +46,17 @@ class Block(nn.Module):
         return x + self.down(self.inner(x))
 
 
+class Normed(Block):
+    """A block that writes buffers: statistics of its batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(self.norm(x))
+
+
 class Net(nn.Module):
     """Blocks of one class; a program may say how they are called."""
 

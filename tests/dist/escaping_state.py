@@ -4,8 +4,8 @@ from collections import defaultdict, deque
 from typing import Any
 
 import torch
-from escaping import Block, Net, Prepare, Program, loop
-from torch import Tensor, nn
+from escaping import Block, Net, Normed, Prepare, Program, loop
+from torch import Tensor
 
 PROGRAMS: dict[str, Program] = {}
 
@@ -130,18 +130,10 @@ def moving_square_in_place(prepare: Prepare) -> list[Any]:
 def statistics_of_two_forwards(prepare: Prepare) -> list[Any]:
     """Backward saves statistics that torch does not count as written."""
 
-    class Own(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(self.norm(x))
-
     def loss(net: Any, x: Tensor, step: int) -> Tensor:
         return (net(x) + net(x + 1) if step % 2 else net(x)).square().mean()
 
-    return loop(prepare, Net(Own), loss=loss)
+    return loop(prepare, Net(Normed), loss=loss)
 
 
 @program

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from escaping import Block, Net, Prepare, Program, batches, loop
+from escaping import Block, Net, Normed, Prepare, Program, batches, loop
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
@@ -137,28 +137,12 @@ def recomputed_with_dropout(prepare: Prepare) -> list[Any]:
 
 @program
 def recomputed_with_buffers(prepare: Prepare) -> list[Any]:
-    class Own(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(self.norm(x))
-
-    return loop(prepare, Net(Own), recompute="full")
+    return loop(prepare, Net(Normed), recompute="full")
 
 
 @program
 def batch_norm(prepare: Prepare) -> list[Any]:
-    class Own(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(self.norm(x))
-
-    return loop(prepare, Net(Own))
+    return loop(prepare, Net(Normed))
 
 
 @program

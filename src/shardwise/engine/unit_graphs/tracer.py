@@ -21,10 +21,10 @@ import torch
 from shardwise.engine.unit_graphs.traced_graph import Outputs, TracedGraph
 from shardwise.torch_internals import torch_private
 
-# Lengths, evaluation, autocast and frozen weights each take a trace; the time spent is what is bounded.
-_LIMITS = {"recompile_limit": 256, "accumulated_recompile_limit": 1024}
 _SETTINGS = {
-    **_LIMITS,
+    # Lengths, evaluation, autocast and frozen weights each take a trace; the time spent is what is bounded.
+    "recompile_limit": 256,
+    "accumulated_recompile_limit": 1024,
     "skip_nnmodule_hook_guards": False,
     # Such as a product and a sum in the place of `add_(…, alpha=…)`, which differ by rounding.
     "enable_dynamo_decompositions": False,
