@@ -146,6 +146,7 @@ if TYPE_CHECKING:
     optimize: Callable[..., Any]
     dynamo_settings: Callable[..., Any]
     dynamo_counters: Any
+    guards_scope: Callable[[], dict[str, Any]]
     lookup_backend: Callable[[str], Callable[..., Any]]
     ConvertFrameReturn: Callable[[], Any]
     function_modes: Callable[[], list[Any]]

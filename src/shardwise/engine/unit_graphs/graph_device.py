@@ -1,5 +1,6 @@
 """Records and replays graphs on a CUDA device. Their memory comes from one pool (graphs/step_pool.py)."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
@@ -126,7 +127,10 @@ class CudaGraphs:
                 # A cycle may hold a pool of memory, which cannot be freed during a capture.
                 without_collection(),
                 torch.compiler.set_stance("fail_on_recompile"),
+                warnings.catch_warnings(),
             ):
+                # Such as one of views alone.
+                warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
                 # In inference mode the first capture would make an inference tensor of the random seed, which no replay
                 # outside of it could write. thread_local: the backend's threads may query the device meanwhile.
                 with torch.inference_mode(mode=False):

@@ -98,6 +98,10 @@ class Tracer:
         return TracedGraph(module, compiled=compiled)
 
     def _check_guards(self, entries: Sequence[Any]) -> list[bool]:
+        # There torch 2.11 leaves the module whose attribute a guard finds missing; its guards would keep the model.
+        scope = torch_private.guards_scope()
+        for name in [name for name in scope if name.startswith("tmp")]:
+            del scope[name]
         for entry in entries:
             if entry.has_value and isinstance(entry.value, _GENERATORS):
                 raise _Declined(f"{entry.name} is a generator of random numbers of its own")

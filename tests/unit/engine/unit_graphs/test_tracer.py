@@ -1,6 +1,8 @@
 """What the tracer traces, what it declines, and what it leaves alone."""
 
+import gc
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -105,6 +107,22 @@ def test_a_generator_of_its_own_is_not_traced() -> None:
         result, _ = called(tracer, block.forward, x := torch.ones(2, 4))
         assert torch.allclose(result, block.inner(x) * expected.random())
     assert "is a generator of random numbers of its own" in tracer.why_not
+
+
+def test_a_traced_module_can_go() -> None:
+    """Guards of torch 2.11 keep a module in which they find an attribute missing."""
+
+    class Asking(Block):
+        def forward(self, x: Tensor, **others: Tensor) -> Tensor:
+            return self.inner(x) * getattr(self.inner, "gain", 2)
+
+    block = Asking()
+    _, ran = called(Tracer(), block.forward, torch.ones(2, 4))
+    gone = weakref.ref(block.inner)
+    del block
+    gc.collect()
+    assert ran
+    assert gone() is None
 
 
 def test_an_interrupt_in_a_trace_ends_the_call_and_the_next_one_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
