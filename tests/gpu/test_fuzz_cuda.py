@@ -20,7 +20,7 @@ pytestmark = [
         ("steps", 1, 60),
         ("steps", 2, 15),
         ("units", 1, 60),
-        ("units", 2, 15),
+        ("units", 2, 32),
         pytest.param("steps", 1, 300, marks=pytest.mark.whole),
         pytest.param("steps", 2, 60, marks=pytest.mark.whole),
         pytest.param("units", 1, 420, marks=pytest.mark.whole),

@@ -54,11 +54,25 @@ def move_states(optimizer: Optimizer, *, device: torch.device, release_memory: C
         for key, value in state.items()
         if isinstance(value, Tensor) and value.device.type == device.type
     ]
+    apart = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
     for number, (state, key) in enumerate(sorted(states, key=lambda place: place[0][place[1]].data_ptr())):
-        state[key] = state[key].clone()
         if number % _MOVED_TOGETHER == 0:
             release_memory()
+        try:
+            state[key] = _copy(state[key], apart=apart)
+        except torch.OutOfMemoryError:
+            # Where it lies it does no harm.
+            break
     release_memory()
+
+
+def _copy(tensor: Tensor, *, apart: torch.cuda.Stream | None) -> Tensor:
+    """Return a copy in new memory: that of another stream is not what steps have left between other state."""
+    with torch.cuda.stream(apart):
+        copy = torch.empty_like(tensor)
+    if apart is not None:
+        copy.record_stream(torch.cuda.current_stream(tensor.device))
+    return copy.copy_(tensor)
 
 
 def suit_devices(optimizer: Optimizer, *, device: torch.device | None) -> None:
