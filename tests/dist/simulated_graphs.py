@@ -167,6 +167,9 @@ class SimulatedGraphs:
     def allocated_bytes(self) -> int:
         return 0
 
+    def reserved_bytes(self) -> int:
+        return 0
+
     def release_memory(self) -> None:
         pass
 

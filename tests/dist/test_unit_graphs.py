@@ -300,27 +300,70 @@ class Full(SimulatedGraphs):
         return 0.05
 
 
-def drops_when_full(rank: int) -> tuple[int, int]:
-    """Replay one form of inputs; then another comes, on a device that is nearly full."""
-    with simulated():
+class Growing(SimulatedGraphs):
+    def reserved_bytes(self) -> int:
+        return 200
+
+
+def forms_with_graphs(rank: int, lengths: list[int], device: type[SimulatedGraphs] | None = None) -> list[int]:
+    """Return after each pass how many forms have graphs. Eight passes of length 6 come before; 0 is an evaluation.
+
+    `device`: what the graphs' device has become by then.
+    """
+    with simulated(moved=0.0):
         model = Model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         shardwise.prepare(model, optimizer, Plan())
         graphs = engine_of(model).graphs
         assert graphs is not None
-        for length in (*[6] * 8, 4):
-            model(batch(0, rank=rank, length=length)).sum().backward()
+        found = []
+        for number, length in enumerate([6] * 8 + lengths):
+            if number == 8 and device is not None:
+                graphs.arenas.all[0].device.__class__ = device
+            with torch.set_grad_enabled(length > 0):
+                model(batch(0, rank=rank, length=length or 5)).sum().backward() if length else model(
+                    batch(0, rank=rank)
+                )
             optimizer.step()
             optimizer.zero_grad()
-            if length == 6:
-                graphs.arenas.all[0].device.__class__ = Full
-        return graphs.num_replayed, len(graphs.arenas.all[0].passes)
+            found.append(len(graphs.arenas.all[0].passes))
+        assert graphs.num_replayed >= 2 * 4
+        return found[8:]
 
 
-def test_graphs_give_their_memory_to_an_ordinary_pass_on_a_full_device() -> None:
-    ((num_replayed, num_forms),) = run_ranks(drops_when_full, num_ranks=1)
-    assert num_replayed == 2 * 4
-    assert num_forms == 0
+# After which passes, how many forms have graphs.
+MEMORY: dict[str, tuple[list[int], list[int], type[SimulatedGraphs] | None]] = {
+    "a smaller form is recorded at once": ([4, 4, 5, 4, 6], [1, 2, 2, 3, 3], None),
+    "a larger one gets the memory": ([4, 8, 6], [1, 0, 0], None),
+    "an evaluation on a full device gets it": ([0], [0], Full),
+    "an evaluation that grows gets it from then on": ([0, 6, 0, 6], [1, 1, 0, 0], Growing),
+}
+
+
+@pytest.mark.parametrize("name", sorted(MEMORY))
+def test_graphs_make_way_where_a_pass_would_need_memory_besides(name: str) -> None:
+    lengths, expected, device = MEMORY[name]
+    assert run_ranks(forms_with_graphs, num_ranks=1, args=(lengths, device)) == [expected]
+
+
+def forms_that_hardly_repeat(rank: int) -> tuple[list[int], int]:
+    with simulated(at_once=True, moved=0.0):
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        shardwise.prepare(model, optimizer, Plan())
+        graphs = engine_of(model).graphs
+        assert graphs is not None
+        found = []
+        for length in (40, 40, *range(39, 9, -1)):
+            model(batch(0, rank=rank, length=length)).sum().backward()
+            optimizer.zero_grad()
+            found.append(len(graphs.arenas.all[0].passes))
+        return found, graphs.num_replayed
+
+
+def test_graphs_that_do_not_repay_their_recordings_go() -> None:
+    (((*_, last), num_replayed),) = run_ranks(forms_that_hardly_repeat, num_ranks=1)
+    assert last == num_replayed == 0
 
 
 class Skipping(nn.Module):

@@ -1,7 +1,7 @@
 """Memory for the graphs of passes: one pass at a time uses an arena, and passes that overlap use several."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.engine.unit_graphs.graph_device import GraphDevice
@@ -33,6 +33,11 @@ class ObservedMemory:
     def begin_backward(self, num_bytes: int) -> None:
         self.loss_bytes = max(num_bytes - self.begin_bytes - self.activation_bytes, 0)
 
+    def scaled(self, factor: float) -> "ObservedMemory":
+        """Return the memory of a pass with `factor` times the inputs."""
+        activations, loss = round(factor * self.activation_bytes), round(factor * self.loss_bytes)
+        return replace(self, activation_bytes=activations, loss_bytes=loss)
+
     @property
     def places_gradients(self) -> bool:
         """Whether gradients take the place of activations in the memory of graphs.
@@ -51,8 +56,9 @@ class ObservedMemory:
 class Arena:
     """Graphs that share one pool of memory.
 
-    passes     by their form
+    passes     by their form; the first element of a form says whether it trains
     current    the last pass that began here; `key`: its form
+    room       the most elements of inputs that its memory was made for
     """
 
     def __init__(self, device: GraphDevice) -> None:
@@ -60,7 +66,7 @@ class Arena:
         self.passes: dict[Any, RecordedPass] = {}
         self.current: RecordedPass | None = None
         self.key: Any = None
-        self._most_elements = 0
+        self.room = self._most_bytes = 0
 
     def is_free(self) -> bool:
         """Return whether a pass may begin here."""
@@ -71,17 +77,14 @@ class Arena:
         """Whether gradients lie where its graphs write."""
         return self.current is not None and self.current.holds_gradients
 
-    def has_room(self, num_elements: int) -> bool:
-        """Return whether a pass of this size can be recorded next to the others.
-
-        Recorded first, the largest one leaves memory that all others fit into.
-        """
-        return num_elements <= self._most_elements and len(self.passes) < _MOST_FORMS
-
-    def begin_recording(self, num_elements: int, *, observed: ObservedMemory) -> RecordedPass:
-        """Return a pass to record, of `num_elements` of inputs."""
-        self._most_elements = max(self._most_elements, num_elements)
-        self.device.begin_recordings(num_bytes=observed.pass_bytes)
+    def begin_recording(self, observed: ObservedMemory, *, size: int, largest: int) -> RecordedPass:
+        """Return a pass to record, with inputs of this size; its memory is made for the largest one."""
+        if len(self.passes) >= _MOST_FORMS:
+            self.remove(min(self.passes, key=lambda key: self.passes[key].num_passes))
+        self.room = max(self.room, largest)
+        num_bytes = observed.scaled(largest / max(size, 1)).pass_bytes
+        self.device.begin_recordings(num_bytes=num_bytes if num_bytes > self._most_bytes else 0)
+        self._most_bytes = max(self._most_bytes, num_bytes)
         return RecordedPass(self.device, places_gradients=observed.places_gradients)
 
     def remove(self, key: Any) -> None:
@@ -99,7 +102,7 @@ class Arena:
             self.device.renew()
         self.passes.clear()
         self.current = None
-        self._most_elements = 0
+        self.room = self._most_bytes = 0
 
 
 class Arenas:
@@ -113,6 +116,10 @@ class Arenas:
     @property
     def hold_graphs(self) -> bool:
         return any(arena.passes for arena in self.all)
+
+    def room(self) -> int:
+        """Return the size of inputs up to which graphs of passes that train have memory; 0 if there are none."""
+        return max((arena.room for arena in self.all if any(key[0] for key in arena.passes)), default=0)
 
     def note_kept(self) -> None:
         """Note what is held of passes that are over; once that is copied, they are recorded again."""

@@ -60,11 +60,14 @@ class GraphDevice(Protocol):
     def allocated_bytes(self) -> int:
         """Return the size of all tensors on the device."""
 
+    def reserved_bytes(self) -> int:
+        """Return the memory that the allocator has taken from the device."""
+
     def release_memory(self) -> None:
         """Return unused memory of the allocator to the device."""
 
     def begin_recordings(self, *, num_bytes: int) -> None:
-        """Prepare for recordings: free unused memory, and reserve as much for them in one piece."""
+        """Prepare for recordings: free unused memory, and reserve as much for them in one piece, if any."""
 
     def renew(self) -> None:
         """Give the graphs' memory back: there are no graphs any more."""
@@ -98,13 +101,17 @@ class CudaGraphs:
     def allocated_bytes(self) -> int:
         return torch.cuda.memory_allocated(self._device.device)
 
+    def reserved_bytes(self) -> int:
+        return torch.cuda.memory_reserved(self._device.device)
+
     def begin_recordings(self, *, num_bytes: int) -> None:
         self._device.release_memory()
         if self._pool is None:
             self._pool = StepPool(self._device.stream)
         try:
             # Freed at once. Tensors of graphs are cut from it; in memory of many pieces they would leave gaps.
-            self.allocate(num_bytes, dtype=torch.uint8)
+            if num_bytes:
+                self.allocate(num_bytes, dtype=torch.uint8)
         except torch.OutOfMemoryError:
             # Then in pieces.
             self._device.release_memory()

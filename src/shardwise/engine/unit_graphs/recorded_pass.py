@@ -44,6 +44,7 @@ class RecordedPass:
     is_recording   the first pass: calls are added
     failed         why a call could not be recorded; "" if all could
     num_computed   backwards that were computed again instead of replayed
+    num_passes     how often it was recorded or replayed
     """
 
     def __init__(self, device: GraphDevice, *, places_gradients: bool) -> None:
@@ -56,6 +57,7 @@ class RecordedPass:
         # Whether a graph of this pass differed from its recording; passes in a row in which one did.
         self.missed = False
         self.num_missed = 0
+        self.num_passes = 0
         self._pass_number = 0
         self._next = 0
         # The calls of this pass; those whose backward may come, by their position.
@@ -73,6 +75,7 @@ class RecordedPass:
     def begin(self, number: int) -> None:
         """Begin a pass; `is_free` has returned True."""
         self._pass_number = number
+        self.num_passes += 1
         self.num_missed = self.num_missed + 1 if self.missed else 0
         self.missed = False
         self._next = 0

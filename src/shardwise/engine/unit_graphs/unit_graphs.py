@@ -5,6 +5,8 @@ traced     each unit is traced (tracer.py), and what was traced runs in the ordi
 recorded   each traced graph's forward is recorded as it is called, and its backward as autograd comes to it
 replayed   later passes of the same form; a graph that differs from its recording runs in the ordinary way
 
+While there are graphs, new forms are recorded at once, or the graphs make way (balance.py).
+
 Ranks decide by themselves, because a unit does not communicate. Gathers, reduces and everything else between units are
 those of an ordinary step. A pass that begins while another one still waits for its backward (two forwards per
 backward) has graphs of its own, in other memory.
@@ -31,6 +33,7 @@ from shardwise.engine.graphs.step_pool import why_no_pool
 from shardwise.engine.optimizer.allocate import move_states
 from shardwise.engine.protocol import Tell
 from shardwise.engine.unit_graphs.arena import Arena, Arenas, ObservedMemory
+from shardwise.engine.unit_graphs.balance import Balance
 from shardwise.engine.unit_graphs.graph_device import CudaGraphs, GraphDevice
 from shardwise.engine.unit_graphs.pass_form import num_elements, shapes_of
 from shardwise.engine.unit_graphs.recorded_pass import RecordedPass
@@ -42,7 +45,7 @@ from shardwise.engine.unit_graphs.unit_calls import Mode, UnitCalls
 from shardwise.spec import ROOT, ModelSpec
 from shardwise.vocabulary.tested_versions import installed_torch, untested_torch
 
-# Ordinary passes of a form before it is recorded, while it is the only one and otherwise: about six replays repay it.
+# Ordinary passes of a form before it is recorded, while it is the only one and otherwise.
 ENOUGH = (3, 6)
 # Forms that are counted before counting begins again.
 _MOST_COUNTED = 10_000
@@ -87,6 +90,7 @@ class UnitGraphs:
         self._failures: Counter[Any] = Counter()
         self._renewed: Counter[Any] = Counter()
         self._observed: dict[Any, ObservedMemory] = {}
+        self._balance = Balance()
         release_before_leaving(self)
 
     def attach(self) -> list[Callable[[], None]]:
@@ -136,6 +140,7 @@ class UnitGraphs:
         self.release()
         self._failures.clear()
         self._observed.clear()
+        self._balance = Balance()
         self._leave_memory = self._move_states
         self._renewed.clear()
         for unit in self.units:
@@ -178,10 +183,13 @@ class UnitGraphs:
         """Begin a pass, and decide how its units run."""
         self._keep_gradients()
         self._end_recordings()
+        self._note_memory()
         inputs, self._inputs = self._inputs, ()
         self._number += 1
         self.calls.mode, self.calls.recorded = Mode.ORDINARY, None
         self._key = key = (trains, inputs)
+        if self._balance.needs_all(key):
+            self._drop()
         if self._paused or not learned or self._failures[key] >= _MOST_FAILURES:
             return
         self.arenas.note_kept()
@@ -193,22 +201,54 @@ class UnitGraphs:
             elif recorded.num_missed < _MOST_MISSED or self._renewed[key] >= _MOST_RENEWED:
                 self._take_slots()
                 self._start(arena, recorded, Mode.REPLAYED)
+                self._balance.note_replay()
                 return
             else:
                 self._renewed[key] += 1
             arena.remove(key)
-        if self.arenas.hold_graphs and self.arenas.all[0].device.free_share() < FULL:
+        self._count(key)
+        at_once = trains and self._records_at_once(num_elements(inputs))
+        if not at_once and self.arenas.hold_graphs and self.arenas.all[0].device.free_share() < FULL:
             # An ordinary pass needs memory of its own.
             self.release()
-        self._count(key)
-        if self._seen[key] <= ENOUGH[0 if len(self._seen) == 1 else 1]:
+        enough = self._balance.patience * ENOUGH[0 if len(self._seen) == 1 else 1]
+        if self._seen[key] <= enough and not at_once:
             return
         self._take_slots()
+        if key not in self._observed and at_once:
+            self._observed[key] = self._scaled(num_elements(inputs))
         if key not in self._observed:
             self._observed[key] = ObservedMemory(begin_bytes=self.arenas.all[0].device.allocated_bytes())
             self.calls.mode, self.calls.observed = Mode.TRACED, self._observed[key]
         else:
             self._start_recording(key)
+
+    def _records_at_once(self, size: int) -> bool:
+        """Return whether a form that trains is recorded because there are graphs; drop these if it does not fit."""
+        self._balance.most_elements = max(self._balance.most_elements, size)
+        room = self.arenas.room()
+        if room and (size > room or not self._balance.pays):
+            self._drop()
+            return False
+        return room > 0
+
+    def _scaled(self, size: int) -> ObservedMemory:
+        """Return what a pass of this size should need, from one that was observed."""
+        observed = {num_elements(key[1]): memory for key, memory in self._observed.items() if key[0]}
+        largest = max(observed)
+        return observed[largest].scaled(size / largest)
+
+    def _drop(self) -> None:
+        """Destroy the graphs, because a pass needs their memory or they do not pay."""
+        if self.arenas.hold_graphs:
+            self._balance.note_drop()
+            self.release()
+
+    def _note_memory(self) -> None:
+        """Note what the pass before this one has reserved."""
+        if self.calls.mode in (Mode.ORDINARY, Mode.TRACED) and not self._paused:
+            reserved_bytes = self.arenas.all[0].device.reserved_bytes()
+            self._balance.note_ordinary(self._key, reserved_bytes, holds_graphs=self.arenas.hold_graphs)
 
     def _keep_gradients(self) -> None:
         """Have gradients elsewhere if they outlive their pass, as in an accumulation: graphs would overwrite them."""
@@ -247,15 +287,18 @@ class UnitGraphs:
         if arena.device.lacks_memory():
             self._fail(key)
             return
-        if not arena.has_room(num_elements(key[1])):
+        size = num_elements(key[1])
+        if arena.passes and size > arena.room:
             arena = self.arenas.drop(arena)
         if self._leave_memory is not None:
             # An update of states in host memory may still count its step.
             announce(self._core.events.streams_meet)
             self._leave_memory()
             self._leave_memory = None
-        recorded = arena.begin_recording(num_elements(key[1]), observed=self._observed[key])
+        largest = max(size, self._balance.most_elements) if key[0] else size
+        recorded = arena.begin_recording(self._observed[key], size=size, largest=largest)
         self._start(arena, recorded, Mode.RECORDED)
+        self._balance.note_recording()
 
     def _start(self, arena: Arena, recorded: RecordedPass, mode: Mode) -> None:
         self.calls.mode, self.calls.recorded = mode, recorded
