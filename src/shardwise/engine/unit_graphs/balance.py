@@ -1,7 +1,7 @@
 """Whether graphs are worth their memory and their recordings: when they make way for passes without them.
 
-Together, graphs and ordinary passes are to need no more memory than ordinary passes alone. All forms share the memory of
-the largest one that was seen; an ordinary pass would need as much again. So, while there are graphs, a new form is
+Together, graphs and ordinary passes are to need no more memory than ordinary passes alone. All forms share the memory
+of the largest one that was seen; an ordinary pass would need as much again. So, while there are graphs, a new form is
 recorded at once, and for a larger one the graphs are dropped. Where forms hardly repeat, graphs do not repay their
 recordings; then they are dropped as well, and later ones wait longer.
 """
