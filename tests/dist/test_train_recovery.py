@@ -1,6 +1,5 @@
 """`shardwise train` with checkpoint.memory: a run that is interrupted continues from memory, and ends as one that was not."""
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,10 @@ from ranks import run_ranks
 from train_tasks import assert_same_end, config, curve, lines, trained
 from whole import whole
 
-from shardwise.checkpoint.folder import checkpoints_in, step_of
-from shardwise.checkpoint.verify import verify
+from shardwise.checkpoint.folder import checkpoints_in
 from shardwise.recovery.memory_folder import free_memory
 from shardwise.recovery.memory_key import key_in
 from shardwise.train.config import TrainConfig
-from shardwise.train.config_section import InvalidConfig
 
 
 @pytest.fixture
@@ -106,40 +103,3 @@ def trained_fresh(rank: int, asked: TrainConfig) -> int:
     seen: list[int] = []
     train(asked, fresh=True, on_step=lambda metrics: seen.append(metrics.step), console=Console(quiet=True))
     return seen[0]
-
-
-def until_saved(folder: Path, *, limit_seconds: float = 40.0) -> list[Path]:
-    deadline = time.monotonic() + limit_seconds
-    while not (found := checkpoints_in(folder / "checkpoints")) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return found
-
-
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("strategy", ["fsdp", *whole("ddp", "zero1")])
-def test_a_checkpoint_that_a_process_of_its_own_writes_is_as_good(folder: Path, strategy: str) -> None:
-    """The ranks crash while it is written; memory is lost after that, so that only the disk is left."""
-    plan = {"strategy": strategy}
-    on_ranks(config(folder / "whole", plan=plan, train={"steps": 12}))
-    asked = config(
-        folder / "crashed",
-        plan=plan,
-        train={"steps": 12},
-        checkpoint={"every": 3, "memory": True, "memory_every": 2, "detached": True},
-    )
-    on_ranks(asked, crash_after=9)
-    (saved,) = until_saved(folder / "crashed")
-    assert verify(saved)
-    step = step_of(saved)
-    assert 3 <= step <= 6
-    key = key_in(folder / "crashed")
-    assert key is not None
-    free_memory(key)
-    seen = on_ranks(asked)[0].seen
-    assert seen[0].step == step + 1
-    assert_same_end(folder / "whole", folder / "crashed")
-
-
-def test_detached_checkpoints_need_snapshots(tmp_path: Path) -> None:
-    with pytest.raises(InvalidConfig, match=r"checkpoint.detached = true needs checkpoint.memory = true"):
-        config(tmp_path, train={"steps": 2}, checkpoint={"detached": True})

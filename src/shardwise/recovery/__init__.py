@@ -8,7 +8,6 @@ two_generations   one rank's snapshots, written in turn
 cadence           how often: the cost stays below 1% of the time
 finding           the newest generation that is whole, over all ranks and nodes
 restoring         fills the model and the optimizer from it
-detached_writes   snapshots that a process of its own writes to disk (disk_writer)
 buddies           copies on another node
 recovery          all of it, for one training
 newest            memory or disk, whichever is newer

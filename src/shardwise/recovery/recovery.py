@@ -22,10 +22,8 @@ from shardwise.checkpoint.ranks import Ranks
 from shardwise.comm.step_flags import StepFlags
 from shardwise.engine.prepared.average import EMA
 from shardwise.errors import CheckpointError
-from shardwise.files.object_path import Location
 from shardwise.recovery.buddies import Buddies
 from shardwise.recovery.cadence import Cadence
-from shardwise.recovery.detached_writes import DetachedWrites
 from shardwise.recovery.finding import Generation, Nodes, newest_whole
 from shardwise.recovery.generation import NoRoom, start_of_file
 from shardwise.recovery.memory_folder import MemoryFolder, free_leftovers
@@ -77,7 +75,6 @@ class Recovery:
         flags.register(_EVERY, self._wanted_every)
         flags.register(_REFUSED, lambda: int(bool(self._refusal)))
         flags.register(_COPIED, lambda: self._cadence.steps_to_copy)
-        self._to_disk = DetachedWrites(ranks=self._ranks, flags=flags, memory=self._folder.path, start=self._start)
 
     # At a start
 
@@ -125,8 +122,7 @@ class Recovery:
             self._remove_old(keep=set())
             self._keeps_old = False
         self._tell_cost(every)
-        self._to_disk.follow(whole)
-        return step - self._begun >= every and not self._to_disk.keeps(self._snapshots.overwrites)
+        return step - self._begun >= every
 
     def take(
         self,
@@ -143,7 +139,6 @@ class Recovery:
         state = state_of(model)
         state.listen_to_writes(model, optimizer, self._release)
         self._begun, self._stall_seconds, self._measured = step, 0.0, False
-        self._to_disk.taken(step)
         late = LateNumbers()
         with self._refusing():
             taken = snapshot(
@@ -165,7 +160,6 @@ class Recovery:
 
     def close(self) -> None:
         """Free the snapshots: the training is over."""
-        self.wait_for_disk()
         self._snapshots.join()
         # Ranks of a node share the folder.
         self._ranks.together(lambda: None)
@@ -178,23 +172,6 @@ class Recovery:
         """Let another start use the snapshots. Not collective; after `close` it does nothing."""
         self._snapshots.join()
         self._folder.release()
-
-    # To disk
-
-    @property
-    def writes_to_disk(self) -> bool:
-        """Whether snapshots can be written to disk by a process of their own: all are on one node."""
-        return len(self._nodes.names) == 1 and not self._off
-
-    def write_next(
-        self, folder: Location, *, keep: int, finite_only: bool, on_saved: Callable[[int], None] | None = None
-    ) -> None:
-        """Write the next snapshot to disk, in a process of its own, unless one is being written. See `Checkpoints`."""
-        self._to_disk.ask(folder, keep=keep, finite_only=finite_only, on_saved=on_saved)
-
-    def wait_for_disk(self) -> None:
-        """Return when no snapshot is being written to disk; one that is not whole yet is not written."""
-        self._to_disk.wait()
 
     # The state is not written while it is copied
 

@@ -120,12 +120,6 @@ class Snapshots:
         """Bytes of all files that this rank has made for itself."""
         return sum(file.num_bytes for file in self._slots if file is not None)
 
-    @property
-    def overwrites(self) -> int:
-        """The step of the snapshot that the next one overwrites; -1 if there is none."""
-        record = self._records[self._next]
-        return -1 if record is None else record.step
-
     def _reserve(self, slot: int, *, num_bytes: int) -> DataFile:
         """Return the file of a slot; make another one if the size of the state has changed."""
         file = self._slots[slot]

@@ -162,13 +162,10 @@ class CheckpointSection(ConfigSection):
     memory: bool = key(False, "keep snapshots in /dev/shm too: a rank that dies costs seconds (docs/recovery.md)")
     memory_every: int | None = key(None, "steps between those (default: as often as costs 1% of the time)", least=1)
     copies: int = key(1, "with several nodes: copies of each of those on another node", least=0, most=1)
-    detached: bool = key(False, "written from the snapshot in memory, by a process of its own (needs memory)")
     grace_seconds: float = key(60.0, "after SIGTERM: time to write the checkpoint before the rank is killed", above=1)
 
     def __post_init__(self) -> None:
         ConfigSection.__post_init__(self)
-        if self.detached and not self.memory:
-            raise InvalidConfig("checkpoint.detached = true needs checkpoint.memory = true")
         try:
             check_url(self.folder or "")
         except InvalidData as error:

@@ -1,7 +1,6 @@
 """The training loop on one rank: step after step, with metrics, evaluations and checkpoints in between."""
 
 from dataclasses import replace
-from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,7 +15,6 @@ from shardwise.train.metrics import MetricsRecorder, StepMetrics, Taken, Window
 from shardwise.train.nonfinite import NonFinite, check_finite
 from shardwise.train.optimizers import set_lr
 from shardwise.train.preemption import Preemption
-from shardwise.train.run_folder import save_step
 from shardwise.train.training_state import Training
 from shardwise.train.update import next_passes
 from shardwise.vocabulary.quantities import seconds_text
@@ -54,9 +52,7 @@ def run_steps(
                 steps = [replace(step, host_bytes=training.recovery.host_bytes) for step in steps]
             # Before the checkpoint: a step that is in one is not redone, so its metrics must be on disk.
             recorder.record(steps)
-            if saves and not (stop or last) and _is_detached(training):
-                _write_detached(training, checkpoints)
-            elif saves:
+            if saves:
                 _save(training, checkpoints)
             if keeps and training.recovery is not None:
                 training.recovery.take(training.model, training.optimizer, step=training.step, **_progress(training))
@@ -135,24 +131,7 @@ def _evaluate(training: Training) -> dict[str, float]:
     )
 
 
-def _is_detached(training: Training) -> bool:
-    return training.config.checkpoint.detached and training.recovery is not None and training.recovery.writes_to_disk
-
-
-def _write_detached(training: Training, checkpoints: "Checkpoints") -> None:
-    """Have the next snapshot written to disk."""
-    assert training.recovery is not None
-    training.recovery.write_next(
-        checkpoints.folder,
-        keep=training.config.checkpoint.keep,
-        finite_only=training.config.train.nonfinite != "warn",
-        on_saved=partial(save_step, training.config.folder),
-    )
-
-
 def _save(training: Training, checkpoints: "Checkpoints") -> None:
-    if training.recovery is not None:
-        training.recovery.wait_for_disk()
     checkpoints.save(
         training.model,
         training.optimizer,
