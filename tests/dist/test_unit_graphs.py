@@ -1,5 +1,6 @@
 """Units as graphs in loops of all kinds, on simulated graphs: the bits of the same loop without them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from whole import in_turn
 
 import shardwise
 from shardwise.engine.engine import engine_of
+from shardwise.engine.graphs.reads import NotCaptured
 from shardwise.engine.unit_graphs import arena
 from shardwise.plan import Plan
 
@@ -305,6 +307,16 @@ class Growing(SimulatedGraphs):
         return 200
 
 
+class FailingOnce(SimulatedGraphs):
+    failed = False
+
+    def record(self, compute: Callable[[], Any]) -> Any:
+        if not self.failed:
+            self.failed = True
+            raise NotCaptured("it measures its kernels")
+        return super().record(compute)
+
+
 def forms_with_graphs(rank: int, lengths: list[int], device: type[SimulatedGraphs] | None = None) -> list[int]:
     """Return after each pass how many forms have graphs. Eight passes of length 6 come before; 0 is an evaluation.
 
@@ -335,6 +347,7 @@ def forms_with_graphs(rank: int, lengths: list[int], device: type[SimulatedGraph
 MEMORY: dict[str, tuple[list[int], list[int], type[SimulatedGraphs] | None]] = {
     "a smaller form is recorded at once": ([4, 4, 5, 4, 6], [1, 2, 2, 3, 3], None),
     "a larger one gets the memory": ([4, 8, 6], [1, 0, 0], None),
+    "a form that cannot be recorded at once waits": ([4] * 10, [1, *[0] * 8, 1], FailingOnce),
     "an evaluation on a full device gets it": ([0], [0], Full),
     "an evaluation that grows gets it from then on": ([0, 6, 0, 6], [1, 1, 0, 0], Growing),
 }

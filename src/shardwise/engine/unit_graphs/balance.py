@@ -20,13 +20,15 @@ _MOST_RESERVED = 1.05
 class Balance:
     """What the graphs of one model have cost and gained.
 
-    most_elements   of the inputs of a pass that trains
-    patience        how many times as long as usual a form is ordinary at first
+    most_elements      of the inputs of a pass that trains
+    patience           how many times as long as usual a form is ordinary at first
+    needs_warm_up      whether a form cannot be recorded at once: its first pass measures kernels, for example
     """
 
     def __init__(self) -> None:
         self.most_elements = 0
         self.patience = 1
+        self.needs_warm_up = False
         self._owed = 0
         self._reserved_bytes = 0
         self._alone: set[Any] = set()

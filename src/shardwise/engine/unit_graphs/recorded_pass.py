@@ -42,6 +42,7 @@ class RecordedPass:
     """The recorded calls of passes whose inputs have one form.
 
     is_recording   the first pass: calls are added
+    is_warm        whether it was recorded after other passes of its form
     failed         why a call could not be recorded; "" if all could
     num_computed   backwards that were computed again instead of replayed
     num_passes     how often it was recorded or replayed
@@ -52,6 +53,7 @@ class RecordedPass:
         self._places_gradients = places_gradients
         self.calls: list[RecordedCall] = []
         self.is_recording = True
+        self.is_warm = True
         self.failed = ""
         self.num_computed = 0
         # Whether a graph of this pass differed from its recording; passes in a row in which one did.
@@ -215,12 +217,18 @@ class RecordedPass:
         try:
             call.record_backward(grads, place_of=self._place_of, spares=set(self._lent))
         except NotCaptured as why:
-            self.failed = call.graph.why_not = str(why)
+            self.fail(call.graph, str(why))
             return False
         for place in call.grads:
             if place is not None:
                 self._places[place.pointer] = place
         return True
+
+    def fail(self, graph: TracedGraph, why: str) -> None:
+        """Note that a graph could not be recorded; it is not tried again, unless it may have lacked a pass before."""
+        self.failed = why
+        if self.is_warm:
+            graph.why_not = why
 
     def gradient(self, name: str, num_elements: int, *, dtype: torch.dtype) -> Tensor | None:
         """Return graph memory for an averaged gradient; None if it lies elsewhere (program/gradient_place.py), or if

@@ -120,6 +120,8 @@ class UnitCalls:
         """Record or replay a graph; return None if it has to run in the ordinary way."""
         recorded = self.recorded
         assert recorded is not None
+        if recorded.failed and not recorded.is_warm:
+            return None
         try:
             given = GivenInputs(unit, graph, inputs, device=recorded.device)
             find = recorded.find if self.mode is Mode.REPLAYED else recorded.record
@@ -128,7 +130,7 @@ class UnitCalls:
             graph.why_not = str(why)
             return None
         except NotCaptured as why:
-            graph.why_not = recorded.failed = str(why)
+            recorded.fail(graph, str(why))
             return None
         outputs = recorded.replay(found, given) if found is not None else None
         recorded.missed = recorded.missed or outputs is None

@@ -188,8 +188,6 @@ class UnitGraphs:
         self._number += 1
         self.calls.mode, self.calls.recorded = Mode.ORDINARY, None
         self._key = key = (trains, inputs)
-        if self._balance.needs_all(key):
-            self._drop()
         if self._paused or not learned or self._failures[key] >= _MOST_FAILURES:
             return
         self.arenas.note_kept()
@@ -206,6 +204,8 @@ class UnitGraphs:
             else:
                 self._renewed[key] += 1
             arena.remove(key)
+        if self._balance.needs_all(key):
+            self._drop()
         self._count(key)
         at_once = trains and self._records_at_once(num_elements(inputs))
         if not at_once and self.arenas.hold_graphs and self.arenas.all[0].device.free_share() < FULL:
@@ -226,7 +226,7 @@ class UnitGraphs:
     def _records_at_once(self, size: int) -> bool:
         """Return whether a form that trains is recorded because there are graphs; drop these if it does not fit."""
         self._balance.most_elements = max(self._balance.most_elements, size)
-        room = self.arenas.room()
+        room = 0 if self._balance.needs_warm_up else self.arenas.room()
         if room and (size > room or not self._balance.pays):
             self._drop()
             return False
@@ -297,6 +297,7 @@ class UnitGraphs:
             self._leave_memory = None
         largest = max(size, self._balance.most_elements) if key[0] else size
         recorded = arena.begin_recording(self._observed[key], size=size, largest=largest)
+        recorded.is_warm = self._seen[key] > 1
         self._start(arena, recorded, Mode.RECORDED)
         self._balance.note_recording()
 
@@ -319,6 +320,7 @@ class UnitGraphs:
             else:
                 self._fail(arena.key)
                 self._reports.failure(self.units, recorded.failed)
+                self._balance.needs_warm_up = self._balance.needs_warm_up or not recorded.is_warm
             failed = failed or bool(recorded.failed)
         if failed:
             # A failed capture has replaced the state of the random generator, which other graphs refer to.
