@@ -18,6 +18,7 @@ from shardwise.program.buffers import (
 from shardwise.program.operations import Bucket, Kind, Operation, Row, StepProgram, Trigger
 from shardwise.program.rules import rules_of
 from shardwise.program.rules.context import Rules, StepContext, StepEvent
+from shardwise.program.rules.host import has_states_on_host
 from shardwise.program.rules.learning import LEARNING, catch_up
 from shardwise.spec import ANNOUNCED, NONE, ROOT, ModelSpec
 
@@ -99,7 +100,7 @@ def _events_and_context(
         alone=alone,
         alone_on_shard=mesh is not None and mesh.shard == 1,
         on_host=frozenset(
-            name for name, place in placements.items() if place.grads is SHARDED and plan.has_states_on_host(name)
+            name for name, place in placements.items() if has_states_on_host(name, plan=plan, placement=place)
         ),
     )
 

@@ -5,6 +5,3 @@ CHUNK_ELEMENTS = 2**24
 
 NUM_SLOTS = 3
 """Chunks that are on the device at once: one comes in, one is updated, one goes out."""
-
-GRADS_IN_FLIGHT = 2
-"""Gradients of flat buffers that are being copied to host memory at once; the device waits for earlier ones."""

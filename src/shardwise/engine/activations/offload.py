@@ -26,6 +26,7 @@ from shardwise.engine.activations.saved import Kept, SavedTensor, detach
 from shardwise.engine.core.flat_buffers import unguarded
 from shardwise.engine.core.step_events import StepEvents
 from shardwise.engine.offload.transfer import Lane, lane_of
+from shardwise.program.rules.host import MOST_SAVED, overdue
 from shardwise.torch_internals import torch_private
 
 # It is cheaper to keep smaller storages than to copy them.
@@ -100,8 +101,8 @@ class ActivationOffload:
             self._call = outer
             self._outgoing.append(call.outgoing)
             call.outgoing = []
-            while len(self._outgoing) > 1:
-                for copy in self._outgoing.popleft():
+            for copies in overdue(self._outgoing, most=MOST_SAVED):
+                for copy in copies:
                     self._release(copy)
 
     def _number(self) -> int:

@@ -18,8 +18,9 @@ from shardwise.engine.core.optimizer_slices import OptimizerSlices
 from shardwise.engine.core.unit import Unit
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import SHARDED, Placement
+from shardwise.plan.placement import Placement
 from shardwise.program.buffers import FlatSpec, flat_specs
+from shardwise.program.rules.host import has_states_on_host
 from shardwise.units import model_spec, unit_modules
 
 
@@ -78,7 +79,7 @@ def make_flat(
         groups=setting.groups,
         collectives=setting.collectives,
         alignment=setting.alignment,
-        host=setting.host if placement.grads is SHARDED and setting.plan.has_states_on_host(unit) else None,
+        host=setting.host if has_states_on_host(unit, plan=setting.plan, placement=placement) else None,
     )
 
 

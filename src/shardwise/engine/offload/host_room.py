@@ -8,7 +8,8 @@ from shardwise.errors import InvalidPlan
 from shardwise.hardware.host_memory import free_host_bytes
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import SHARDED, Placement
+from shardwise.plan.placement import Placement
+from shardwise.program.rules.host import has_states_on_host
 from shardwise.spec import ModelSpec
 from shardwise.vocabulary.dtypes import BYTES_PER_ELEMENT, PRECISIONS
 from shardwise.vocabulary.quantities import bytes_text
@@ -43,8 +44,7 @@ def check_host_room(
 
 def host_bytes(spec: ModelSpec, *, plan: Plan, placements: Mapping[str, Placement], mesh: Mesh) -> int:
     """Return what a rank keeps of states in host memory."""
-    sharded = [unit for unit in spec.units if placements[unit.name].grads is SHARDED]
-    units = [unit for unit in sharded if plan.has_states_on_host(unit.name)]
+    units = [unit for unit in spec.units if has_states_on_host(unit.name, plan=plan, placement=placements[unit.name])]
     num_elements = sum(param.num_elements for unit in units for param in unit.params if param.trainable)
     # What a unit gathers lies there in its compute dtype as well.
     staged = BYTES_PER_ELEMENT[PRECISIONS[plan.precision]] if plan.precision in ("bf16", "fp16") else 0

@@ -14,7 +14,7 @@ from torch import Tensor
 from shardwise.comm.collectives import DONE, Work
 from shardwise.engine.offload.pinned import PinnedPool, pinned_zeros
 from shardwise.plan import Plan
-from shardwise.program.chunks import GRADS_IN_FLIGHT
+from shardwise.program.rules.host import MOST_GRADS, overdue
 
 
 class Lane(Protocol):
@@ -146,8 +146,7 @@ class HostCopies:
         """
         target, self._last = self._lane.send(source)
         self._in_flight.append((source, self._last))
-        if len(self._in_flight) > GRADS_IN_FLIGHT:
-            _, event = self._in_flight.popleft()
+        for _, event in overdue(self._in_flight, most=MOST_GRADS):
             self._lane.wait(event)
         return target
 

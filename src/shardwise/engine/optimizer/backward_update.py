@@ -13,7 +13,7 @@ from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.flat_buffers import Owned, parameter_like
 from shardwise.engine.optimizer.streamed_update import StreamedUpdate, empty_stand_in, group_numbers, plain_step
 from shardwise.errors import InvalidModel
-from shardwise.plan.placement import SHARDED
+from shardwise.program.rules.updates import is_in_backward
 
 
 class BackwardUpdate:
@@ -39,7 +39,7 @@ class BackwardUpdate:
 
     def _begin(self) -> None:
         """Refuse what cannot be updated, on all ranks alike, before any unit is."""
-        if not any(flat.placement.grads is SHARDED for flat in self._core.flats):
+        if not any(is_in_backward(self._core.plan, flat.placement) for flat in self._core.flats):
             return
         if not self._optimizers:
             raise InvalidModel("update = 'backward': give shardwise.prepare the optimizer, which updates in backward")

@@ -24,7 +24,8 @@ from shardwise.engine.optimizer.known import ELEMENTWISE, name_of
 from shardwise.engine.optimizer.update_chunks import ChunkSlot, Piece, UpdateStreams, chunks
 from shardwise.errors import InvalidPlan
 from shardwise.plan import Plan
-from shardwise.program.chunks import CHUNK_ELEMENTS, GRADS_IN_FLIGHT, NUM_SLOTS
+from shardwise.program.chunks import CHUNK_ELEMENTS, NUM_SLOTS
+from shardwise.program.rules.host import MOST_GRADS, overdue
 
 # Slots keep what the first step made until the second uses them again.
 _STEPS_THAT_MAKE = 2
@@ -167,8 +168,7 @@ class StreamedUpdate:
         self._streams.follow_compute()
         self._stream(flat, parts, optimizer=optimizer, options=options)
         self._in_flight.append((flat, self._streams.record("step")))
-        if len(self._in_flight) > GRADS_IN_FLIGHT:
-            earlier, stepped = self._in_flight.popleft()
+        for earlier, stepped in overdue(self._in_flight, most=MOST_GRADS):
             self._streams.wait(None, stepped)
             earlier.in_use = None
 

@@ -9,6 +9,7 @@ from shardwise.planner.memory.replay import Change, MemoryRow, MoveSaved
 from shardwise.planner.memory.stream_peak import StreamPeak
 from shardwise.planner.trace_order import Key, TracedStep, keys_in_order
 from shardwise.program import StepProgram, Trigger
+from shardwise.program.rules.host import saved_before
 from shardwise.spec import ROOT
 from shardwise.spec.law import Law, Line
 from shardwise.spec.step import BEFORE_FORWARD, Act, Stream
@@ -88,16 +89,10 @@ class _Offload:
 
     def __init__(self, saved: Mapping[str, Line]) -> None:
         self._saved = saved
-        self._order = list(saved)
 
     def at(self, key: Key) -> Iterator[MoveSaved]:
         trigger, unit, _ = key
-        if unit not in self._saved:
-            return
-        place = self._order.index(unit)
-        if place == 0:
-            return
-        earlier = self._order[place - 1]
-        if trigger in (Trigger.AFTER_FORWARD.value, Trigger.BEFORE_BACKWARD.value):
+        earlier = saved_before(unit, saving=list(self._saved))
+        if earlier is not None and trigger in (Trigger.AFTER_FORWARD.value, Trigger.BEFORE_BACKWARD.value):
             to_host = trigger == Trigger.AFTER_FORWARD.value
             yield MoveSaved(unit=earlier, num_bytes=self._saved[earlier], to_host=to_host)

@@ -13,6 +13,7 @@ from shardwise.plan import Plan
 from shardwise.plan.placement import SHARDED, Placement
 from shardwise.planner.memory.constants import MemoryRules
 from shardwise.program.buffers import SAMPLED_EVERY, FlatSpec, flat_specs, num_pieces
+from shardwise.program.rules.host import has_states_on_host
 from shardwise.spec import TensorSpec, UnitSpec
 from shardwise.spec.block_matrices import is_block_matrix
 from shardwise.vocabulary.layout import Layout, piece_of_slice
@@ -151,7 +152,7 @@ class UnitStates:
 
 def unit_states(unit: UnitSpec, *, placement: Placement, setting: StateSetting) -> UnitStates:
     """Return the bytes of rank 0, whose slices have the least padding."""
-    on_host = placement.grads is SHARDED and setting.plan.has_states_on_host(unit.name)
+    on_host = has_states_on_host(unit.name, plan=setting.plan, placement=placement)
     num = num_pieces(unit, plan=setting.plan)
     flats = [
         _flat_states(flat, placement=placement, setting=setting, on_host=on_host, num_pieces=num)

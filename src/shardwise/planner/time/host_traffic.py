@@ -1,17 +1,17 @@
 """What a step copies to and from host memory, as instructions for the queues."""
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from shardwise.hardware import Cluster
-from shardwise.plan.placement import SHARDED
 from shardwise.planner.job import Job
 from shardwise.planner.overhead import Overhead
 from shardwise.planner.sizes import MASTER_BYTES, UnitSizes
 from shardwise.planner.time.host_link import host_bytes_per_s, host_memory_speed
 from shardwise.planner.time.queues import CALL, LOAD, STREAM, SYNC, WAIT, Instruction
-from shardwise.program.chunks import GRADS_IN_FLIGHT
+from shardwise.program.rules.host import MOST_GRADS, has_states_on_host, overdue, saved_before
 
 
 @dataclass(kw_only=True)
@@ -23,13 +23,13 @@ class HostTraffic:
     sizes: Mapping[str, UnitSizes]
     overhead: Overhead
     # Units whose states are updated in backward, and that nothing has waited for.
-    _streaming: list[str] = field(default_factory=list)
+    _streaming: deque[str] = field(default_factory=deque)
 
     @cached_property
     def units(self) -> frozenset[str]:
         """The units whose states live in host memory."""
         plan, places = self.job.plan, self.job.placements
-        return frozenset(name for name, one in places.items() if one.grads is SHARDED and plan.has_states_on_host(name))
+        return frozenset(name for name, one in places.items() if has_states_on_host(name, plan=plan, placement=one))
 
     def load(self, name: str, num_bytes: float) -> Instruction:
         return Instruction(LOAD, name, 0, self.overhead.gather, self.copy_seconds(num_bytes))
@@ -62,8 +62,7 @@ class HostTraffic:
         """Update a unit inside backward; a few are on their way at a time."""
         yield self._streamed(unit)
         self._streaming.append(unit)
-        if len(self._streaming) > GRADS_IN_FLIGHT:
-            yield Instruction(WAIT, f"update {self._streaming.pop(0)}")
+        yield from (Instruction(WAIT, f"update {name}") for name in overdue(self._streaming, most=MOST_GRADS))
 
     def _streamed(self, name: str) -> Instruction:
         """Pass a unit's states through the device, in both directions at once."""
@@ -78,30 +77,29 @@ class HostTraffic:
 
     def save_before(self, unit: str) -> Iterator[Instruction]:
         """When a unit's forward begins, copy out what the previous one has saved; the one before that must be out."""
-        place = self._place_of_saved(unit)
-        if place is not None and place >= 1:
-            yield self._of_saved(STREAM, "save", place - 1)
-        if place is not None and place >= 2:
-            yield Instruction(WAIT, f"save {self._saving[place - 2]}")
+        before = self._saved_before(unit)
+        if before is None:
+            return
+        yield self._of_saved(STREAM, "save", before)
+        earlier = self._saved_before(before)
+        if earlier is not None:
+            yield Instruction(WAIT, f"save {earlier}")
 
     def bring_saved(self, unit: str) -> Iterator[Instruction]:
         """When a unit's backward begins, copy in what the one before it has saved, and wait for its own."""
-        place = self._place_of_saved(unit)
-        if place is not None and place >= 1:
-            yield self._of_saved(LOAD, "saved", place - 1)
-        if place is not None and place < len(self._saving):
+        before = self._saved_before(unit)
+        if before is not None:
+            yield self._of_saved(LOAD, "saved", before)
+        if unit in self.job.saved_on_host:
             yield Instruction(WAIT, f"saved {unit}")
 
-    def _of_saved(self, what: int, word: str, place: int) -> Instruction:
-        number = place - len(self._saving)
-        return Instruction(what, f"{word} {self._saving[place]}", number, self.overhead.gather)
+    def _of_saved(self, what: int, word: str, unit: str) -> Instruction:
+        number = self._saving.index(unit) - len(self.job.saved_on_host)
+        return Instruction(what, f"{word} {unit}", number, self.overhead.gather)
 
     @cached_property
     def _saving(self) -> list[str]:
-        return list(self.job.saved_on_host)
+        return list(self.job.saved_by_units)
 
-    def _place_of_saved(self, unit: str) -> int | None:
-        """Return the place of a unit among those that save in host memory; the last one keeps its own."""
-        if not self._saving or unit not in self.job.saved_by_units:
-            return None
-        return self._saving.index(unit) if unit in self._saving else len(self._saving)
+    def _saved_before(self, unit: str) -> str | None:
+        return saved_before(unit, saving=self._saving)

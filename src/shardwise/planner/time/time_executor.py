@@ -19,6 +19,7 @@ from shardwise.planner.trace_order import skipped_action
 from shardwise.planner.whole_matrices import matrix_sizes
 from shardwise.program import Bucket, Kind, Operation, Row, Trigger
 from shardwise.program.compiled_program import Action
+from shardwise.program.rules.updates import is_in_backward
 
 # A float64.
 _NORM_BYTES = 8
@@ -278,7 +279,7 @@ class TimeExecutor:
             return
         if self.host.units >= set(units) and self.job.plan.offload_update == "host":
             yield self.host.fetch(bucket.name, bucket.num_pieces * num_bytes)
-        if self.job.plan.updates_in_backward and self.job.placements[units[0]].grads is SHARDED:
+        if is_in_backward(self.job.plan, self.job.placements[units[0]]):
             yield from self._update_unit(units[0])
 
     def _reduced_bytes(self, bucket: Bucket) -> int:
@@ -298,7 +299,7 @@ class TimeExecutor:
                 refreshed += weight * (sizes.grad_bytes + MASTER_BYTES * sizes.trainable)
             num_elements, num_tensors = num_elements + weight * elements, num_tensors + weight * tensors
             clipped += weight * grads
-            in_backward = job.plan.updates_in_backward and job.placements[unit.name].grads is SHARDED
+            in_backward = is_in_backward(job.plan, job.placements[unit.name])
             if unit.name in self.host.units or in_backward:
                 num_elements, num_tensors = num_elements - weight * elements, num_tensors - weight * tensors
         if self.clips:

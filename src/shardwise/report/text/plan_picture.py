@@ -6,8 +6,9 @@ from typing import Any
 
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import SHARDED, Placement, strategy_of
+from shardwise.plan.placement import Placement, strategy_of
 from shardwise.planner.search.chosen_text import chosen_text
+from shardwise.program.rules.host import has_states_on_host
 from shardwise.report.snapshots import snapshots_of
 from shardwise.report.text.fp8_table import fp8_lines
 from shardwise.report.text.step_picture import in_words, step_lines, sum_lines
@@ -63,7 +64,7 @@ def _choices(spec: ModelSpec, *, plan: Plan) -> list[tuple[str, str, str, list[s
 
 def _on_host(name: str, placement: Placement, *, plan: Plan) -> list[str]:
     kinds = {
-        "states": placement.grads is SHARDED and plan.has_states_on_host(name),
+        "states": has_states_on_host(name, plan=plan, placement=placement),
         "activations": plan.has_activations_on_host(name),
     }
     return [kind for kind, is_there in kinds.items() if is_there]

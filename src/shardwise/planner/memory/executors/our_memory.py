@@ -10,8 +10,9 @@ from shardwise.planner.memory.executors.setting import MemoryExecutor, MemorySet
 from shardwise.planner.memory.replay import Recategorize, TakeGrads
 from shardwise.planner.trace_order import do_nothing, skipped_action
 from shardwise.program import Bucket, Kind, Operation, Row, StepProgram, crossing_buckets
-from shardwise.program.chunks import GRADS_IN_FLIGHT
 from shardwise.program.compiled_program import Action
+from shardwise.program.rules.host import MOST_GRADS, has_states_on_host, overdue
+from shardwise.program.rules.updates import takes_grads
 
 
 class OurMemory(MemoryExecutor):
@@ -142,13 +143,10 @@ class OurMemory(MemoryExecutor):
             self._release_buffer(bucket)
 
     def _leaves_at_once(self, unit: str) -> bool:
-        """Return whether gradients are used inside backward, or copied to host memory, where they are updated."""
-        plan = self.setting.plan
-        by_cpu = self._is_on_host(unit) and plan.offload_update == "host"
-        return self.setting.placements[unit].grads is SHARDED and (plan.updates_in_backward or by_cpu)
+        return takes_grads(unit, plan=self.setting.plan, placement=self.setting.placements[unit])
 
     def _is_on_host(self, unit: str) -> bool:
-        return self.setting.placements[unit].grads is SHARDED and self.setting.plan.has_states_on_host(unit)
+        return has_states_on_host(unit, plan=self.setting.plan, placement=self.setting.placements[unit])
 
     def _send(self, grads: int) -> None:
         """Keep gradients that leave for host memory, or that updates of states there read, until a few more follow.
@@ -157,12 +155,12 @@ class OurMemory(MemoryExecutor):
         keeps them until their units are gathered again, early in the next step, where the peak is not.)
         """
         self._sent.append(grads)
-        while len(self._sent) > GRADS_IN_FLIGHT:
-            self._change("grads", -self._sent.popleft())
+        for earlier in overdue(self._sent, most=MOST_GRADS):
+            self._change("grads", -earlier)
 
     def _update(self) -> None:
-        while self._sent:
-            self._change("grads", -self._sent.popleft())
+        for earlier in overdue(self._sent, most=0):
+            self._change("grads", -earlier)
         super()._update()
 
     def _deliver_replicated(self, bucket: Bucket, grads: int, others: int) -> None:
