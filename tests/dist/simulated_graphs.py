@@ -6,14 +6,14 @@ are gathered at other addresses now and then.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from random import Random
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -221,9 +221,13 @@ def simulated(*, at_once: bool = False, moved: float = _MOVED) -> Iterator[list[
             return None
         return UnitGraphs(core, make_device=SimulatedGraphs, tell=lines.append, optimizers=optimizers)
 
-    # The recorded operations hold the parameters themselves, wherever these are.
     drawn = Random(0)
-    TracedUnit.addresses = lambda unit, params: [drawn.random() < moved]  # type: ignore[method-assign]
+
+    def simulated_addresses(unit: TracedUnit, params: Sequence[Tensor]) -> list[int]:
+        # The recorded operations hold the parameters themselves, wherever these are: an expert's are not another's.
+        return [*(id(one) for one in params if isinstance(one, nn.Parameter)), drawn.random() < moved]
+
+    TracedUnit.addresses = simulated_addresses  # type: ignore[method-assign]
     engine_module.unit_graphs_of = unit_graphs_of
     try:
         yield lines
