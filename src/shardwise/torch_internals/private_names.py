@@ -110,7 +110,9 @@ PRIVATE = {
     "optimize": Private("torch._dynamo:optimize", "traces units", given=1, named="guard_filter_fn"),
     "dynamo_settings": Private("torch._dynamo.config:patch", "traces units"),
     "dynamo_counters": Private("torch._dynamo.utils:counters", "says why a unit cannot be traced"),
-    "guards_scope": Private("torch._dynamo.guards:_get_closure_vars", "lets go of models whose units were traced", given=0),
+    "guards_scope": Private(
+        "torch._dynamo.guards:_get_closure_vars", "lets go of models whose units were traced", given=0
+    ),
     "lookup_backend": Private("torch._dynamo.backends.registry:lookup_backend", "compiles units", given=1),
     "ConvertFrameReturn": Private("torch._dynamo.types:ConvertFrameReturn", "runs what cannot be traced", given=0),
     "function_modes": Private(
