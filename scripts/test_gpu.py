@@ -34,7 +34,6 @@ SECONDS = {
     "test_graph_update.py": 31,
     "test_unit_graphs_cuda.py": 150,
     "test_fuzz_cuda.py": 150,
-    "test_survive_nccl.py": 24,
 }
 
 

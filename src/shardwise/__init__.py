@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from shardwise.spec import UnitSpec as UnitSpec
     from shardwise.tasks import Task as Task
     from shardwise.tasks.load_task import load_task as load_task
+    from shardwise.train.automatic import smaller_plan as smaller_plan
     from shardwise.train.training_step import step as step
     from shardwise.units import model_spec as model_spec
 

@@ -1,5 +1,6 @@
 """`shardwise train` on two ranks, one of which breaks somewhere: the user sees where, and nothing is left running."""
 
+import json
 import os
 import time
 from contextlib import redirect_stderr
@@ -16,6 +17,7 @@ from shardwise.autopsy.findings import FAILED, verdict
 from shardwise.autopsy.record_folder import read_records
 from shardwise.cli.app import main
 from shardwise.launch.launch import launch
+from shardwise.plan import Plan
 
 CONFIG = f"""
 [task]
@@ -41,10 +43,10 @@ SHOWN = {
 }
 
 
-def broken_at(point: str, folder: Path) -> int:
-    """The exit code of a job of two ranks of which rank 1 breaks at this point."""
+def broken_at(point: str, folder: Path, *given: str) -> int:
+    """The exit code of a job of two ranks of which rank 1 breaks at this point, with these settings."""
     (folder / "config.toml").write_text(CONFIG)
-    settings = ["--set", f"data.workers={int(point == 'the data')}"]
+    settings = [part for one in (f"data.workers={int(point == 'the data')}", *given) for part in ("--set", one)]
     told = {"POINT": point, "RANK_TO_BREAK": "1", "POINT_FOLDER": str(folder)}
     with patch.dict(os.environ, told):
         return launch(
@@ -111,6 +113,25 @@ def test_the_autopsy_of_its_run_folder_names_a_rank_that_raised_in_training(
     with pytest.raises(SystemExit, match="0"):
         main(["autopsy", str(run)])
     assert first.text in capsys.readouterr().out
+
+
+def test_a_run_that_may_change_its_plan_starts_again_under_a_smaller_one_from_its_snapshot(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    given = ("train.survive=1", "checkpoint.memory=true", "checkpoint.memory_every=1", "checkpoint.every=0")
+    assert broken_at("memory once", tmp_path, *given) == 0
+    errors = capfd.readouterr().err
+    first, ledger, held, *_ = errors.splitlines()
+    assert first.startswith("rank 1 failed first (step 3, blocks.1): OutOfMemoryError: CUDA out of memory.")
+    assert first.endswith("; restart 1 of 3")
+    assert ledger == "rank 1 ran out of memory in step 3, forward, in forward blocks.1"
+    assert held.startswith("  held then: params ")
+    assert "  the next start resumes under a smaller plan, from the newest state" in errors
+    record = json.loads((tmp_path / "run" / "auto.json").read_text())
+    assert record["said"].startswith("rank 1 ran out of memory in step 3, forward, in forward blocks.1; since then ")
+    assert Plan.from_dict(record["plan"]) == Plan.load(tmp_path / "run" / "plan.toml")
+    written = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert written == list(range(1, 9))
 
 
 @pytest.fixture(scope="module")

@@ -151,11 +151,9 @@ def job_timeout() -> timedelta | None:
     return timeout
 
 
-def num_collectives(group: dist.ProcessGroup | None = None) -> int:
-    """Return how many collectives were issued in a group (default: the job's); 0 if its backend does not count them."""
-    handle = group or dist.group.WORLD
-    assert handle is not None
+def num_collectives(group: dist.ProcessGroup) -> int:
+    """Return how many collectives were issued in a group; 0 if its backend does not count them."""
     try:
-        return int(torch_private.sequence_number(handle))
+        return int(torch_private.sequence_number(group))
     except RuntimeError:
         return 0

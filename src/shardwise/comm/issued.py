@@ -44,23 +44,21 @@ class IssueLog:
     name           the name of the next one, set before it is issued
     folded         all of them, in order, as one number
     num_compared   how many were compared before these
-    num_noted      how many were issued ever
     """
 
-    __slots__ = ("folded", "issued", "name", "num_compared", "num_noted")
+    __slots__ = ("folded", "issued", "name", "num_compared")
 
     def __init__(self) -> None:
         self.name = _UNNAMED
         self.folded = 0
         self.issued: Issued = []
-        self.num_compared = self.num_noted = 0
+        self.num_compared = 0
 
     def note(self, buffer: Tensor | None) -> CollectiveName:
         """Log a collective as it is handed to the backend. `buffer` is None if its size differs between ranks."""
         name, num_elements = self.name, 0 if buffer is None else buffer.numel()
         self.issued.append((name, num_elements))
         self.folded = ((self.folded ^ name.number) + num_elements) * _SPREAD & _MASK
-        self.num_noted += 1
         PROGRESS.count += 1
         return name
 

@@ -88,6 +88,9 @@ class OurEngine(TrainingEngine):
     def adopt(self, model: nn.Module, optimizer: Optimizer) -> None:
         engine_of(model).owned.adopt_on_all_ranks(optimizer)
 
+    def allocate_states(self, model: nn.Module, optimizer: Optimizer) -> None:
+        engine_of(model).owned.streamed.allocate_others(optimizer)
+
     def showing_parameters(self, model: nn.Module, optimizer: Optimizer) -> AbstractContextManager[None]:
         owned = engine_of(model).owned
         return owned.showing_parameters(optimizer) if owned.adopted(optimizer) else nullcontext()

@@ -57,7 +57,7 @@ from shardwise.engine.optimizer.owned import OwnedParameters
 from shardwise.engine.optimizer.reach import Verdict
 from shardwise.engine.optimizer.streamed_update import check_streamed
 from shardwise.engine.our_engine import OurEngine
-from shardwise.engine.out_of_memory.out_of_memory import explain_out_of_memory
+from shardwise.engine.out_of_memory import explain_out_of_memory
 from shardwise.engine.prepared.prepared_module import become_prepared
 from shardwise.engine.protocol import carry_engine
 from shardwise.errors import InvalidModel, InvalidPlan

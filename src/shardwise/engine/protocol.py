@@ -121,15 +121,15 @@ class TrainingEngine(HeldState):
     def plan_of(self, model: nn.Module) -> Plan:
         """Return the plan that the model runs."""
 
-    def can(self, function: str, model: nn.Module, *, argument: str = "") -> bool:
-        """Return whether this engine has a function, and this argument of it, under the model's plan."""
+    def can(self, function: str, model: nn.Module) -> bool:
+        """Return whether this engine has a function under the model's plan."""
         plan = self.plan_of(model)
-        return LIMITS[plan.engine].why_not_call(function, plan, arguments=[argument]) is None
+        return LIMITS[plan.engine].why_not_call(function, plan) is None
 
-    def check(self, function: str, model: nn.Module, *, argument: str = "") -> None:
-        """Raise InvalidPlan for a function, or an argument of it, that this engine does not have."""
+    def check(self, function: str, model: nn.Module) -> None:
+        """Raise InvalidPlan for a function that this engine does not have."""
         plan = self.plan_of(model)
-        LIMITS[plan.engine].check_call(function, plan, arguments=[argument])
+        LIMITS[plan.engine].check_call(function, plan)
 
     # Plans and steps
 
@@ -167,6 +167,9 @@ class TrainingEngine(HeldState):
     @abstractmethod
     def adopt(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Make an optimizer that was created after `prepare` step what this rank owns. Collective."""
+
+    def allocate_states(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Allocate the state that the first update of an adopted optimizer would allocate, where it is known."""
 
     @abstractmethod
     def showing_parameters(self, model: nn.Module, optimizer: Optimizer) -> AbstractContextManager[None]:

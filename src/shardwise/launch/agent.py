@@ -29,6 +29,7 @@ from shardwise.launch.rank_files import RankEnvironments, RankFiles, num_threads
 from shardwise.launch.stop_signals import STOP_SIGNALS
 from shardwise.launch.warm_start import WarmStart, forking
 from shardwise.torch_internals import torch_private
+from shardwise.vocabulary.printable import printable_lines
 
 _MONITOR_SECONDS = 0.05
 # How long a rank that has failed has to report, from when another rank's error is about it. It may still be saving, or
@@ -160,7 +161,8 @@ class Agent(LocalElasticAgent):
             return result
         if not restarts:
             raise JobFailed(failure)
-        print(f"{failure}; restart {self.restarts + 1} of {max_restarts}", file=sys.stderr)
+        lines = filter(None, (f"{failure}; restart {self.restarts + 1} of {max_restarts}", failure.notes))
+        print(printable_lines("\n".join(lines)), file=sys.stderr)
         return RunResult(state=WorkerState.FAILED)
 
     def _first_failure(self) -> Failure | None:

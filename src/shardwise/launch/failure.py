@@ -31,6 +31,7 @@ LAST_WORDS_SECONDS = 3.0
 # How many of its last lines are shown of a rank that ended without a report.
 _NUM_LINES = 15
 _NOTE = "during "
+_AVOIDED = "  the next start "
 # Names of errors about a peer; classes derived from them count too.
 _OF_A_PEER = frozenset({"DistError", "RanksDisagree", "RanksMissing"})
 # Gloo has no error class, but names its files.
@@ -56,8 +57,9 @@ class Failure:
     echo      it is only about a peer: a lost connection, a rank that did not come
     peer      the rank that an echo names
     killed    by a signal, without a report
-    passing   it came from outside the program (a kill, the device, the disk, the network), so a restart may help;
-              an error of the program itself would occur again, since a run is deterministic
+    passing   it came from outside the program (a kill, the device, the disk, the network), or the next start avoids
+              it, so a restart may help; any other error would occur again, since a run is deterministic
+    notes     further lines of the error
     """
 
     rank: int
@@ -70,6 +72,7 @@ class Failure:
     peer: int | None = None
     passing: bool = False
     killed: bool = False
+    notes: str = ""
 
     def __str__(self) -> str:
         place = f" ({self.where})" if self.where else ""
@@ -93,6 +96,11 @@ def during(what: str) -> Iterator[None]:
         raise
 
 
+def avoided_next(error: BaseException, how: str) -> None:
+    """Note on an error that the next start avoids it ("the next start …"), so that a launcher starts again."""
+    error.add_note(f"{_AVOIDED}{how}")
+
+
 def failure_of(error: BaseException, *, rank: int) -> Failure:
     """Describe an error that was just raised on this rank."""
     chain = list(_chain(error))
@@ -102,18 +110,21 @@ def failure_of(error: BaseException, *, rank: int) -> Failure:
     one_line = isinstance(error, ShardwiseError)
     mistake = one_line and not outside
     # Notes are added from the inside out, and read from the outside in.
-    notes = [note.removeprefix(_NOTE) for note in getattr(error, "__notes__", ()) if note.startswith(_NOTE)]
+    notes = getattr(error, "__notes__", [])
+    during = [note.removeprefix(_NOTE) for note in notes if note.startswith(_NOTE)]
+    avoided = any(note.startswith(_AVOIDED) for note in notes)
     module = _module(error)
     return Failure(
         rank=rank,
         seconds=time.monotonic(),
         what=f"{type(error).__name__}: {error}",
-        where=", ".join([*reversed(notes), *([module] if module else [])]),
+        where=", ".join([*reversed(during), *([module] if module else [])]),
         traceback="" if one_line else "".join(traceback.format_exception(error)),
         mistake=mistake,
         echo=echo,
         peer=peer,
-        passing=(echo or outside) and not mistake,
+        passing=(echo or outside or avoided) and not mistake,
+        notes="\n".join(note for note in notes if not note.startswith(_NOTE)),
     )
 
 

@@ -40,10 +40,10 @@ def launch(
 ) -> int:
     """Run `python -m program arguments…` on `num_ranks` local ranks, and return the exit code.
 
-    If a rank is killed, or fails because of the device, the disk or the network, all ranks are started again, at most
-    `max_restarts` times; any other failure ends the job. STOP_SIGNALS and ^C are passed on to the ranks as SIGTERM, and
-    they have `grace_seconds` to exit. `imports` are modules of the program that a restart need not import again. Only
-    the main thread can call this.
+    If a rank is killed, or fails because of the device, the disk or the network, or if the next start avoids its
+    failure, all ranks are started again, at most `max_restarts` times; any other failure ends the job. STOP_SIGNALS and
+    ^C are passed on to the ranks as SIGTERM, and they have `grace_seconds` to exit. `imports` are modules of the
+    program that a restart need not import again. Only the main thread can call this.
     """
     try:
         stopped_by = run_job(

@@ -241,11 +241,6 @@ _TORCH_CALLS = (
         under=lambda plan, placements: any(placement.params is SHARDED for placement in placements.values()),
     ),
     CallLimit(
-        function="step",
-        argument="survive",
-        sentence="shardwise.step with survive needs a model of shardwise.prepare with engine = 'shardwise'",
-    ),
-    CallLimit(
         function="tape", sentence="shardwise.tape needs engine = 'shardwise': torch's engines record no operations"
     ),
     CallLimit(function="from_pretrained", sentence="plan.engine = 'torch': from_pretrained runs engine = 'shardwise'"),
@@ -267,15 +262,6 @@ LIMITS: Mapping[str, EngineLimits] = MappingProxyType(
     {
         "shardwise": EngineLimits(
             name="shardwise",
-            calls=(
-                CallLimit(
-                    function="step",
-                    argument="survive",
-                    sentence="shardwise.step with survive and update = 'backward': an update cannot be undone; set "
-                    "update = 'step'",
-                    under=lambda plan, placements: plan.update == "backward",
-                ),
-            ),
         ),
         "torch": EngineLimits(
             name="torch",

@@ -61,8 +61,6 @@ class Cursor:
         self._closed: set[str] = set()
         self._next_reduce = 0
         self._in_order: bool | None = None
-        # The rest of a row in which an action has raised, that action first.
-        self._undone: tuple[Action, ...] = ()
         # While the order is learned; and, in the backward after it, (unit, call) on this rank → the program's call.
         self._learning: _Learning | None = None
         self._places: Mapping[tuple[str, int], int] = {}
@@ -87,14 +85,8 @@ class Cursor:
         self._do(tuple(self.executor.action(operation, row) for operation in row.operations))
 
     def _do(self, actions: tuple[Action, ...]) -> None:
-        self._undone, num_done = (), 0
-        try:
-            for action in actions:
-                action()
-                num_done += 1
-        except BaseException:
-            self._undone = actions[num_done:]
-            raise
+        for action in actions:
+            action()
 
     # The first step
 
@@ -120,7 +112,6 @@ class Cursor:
     def restart(self) -> None:
         """Begin a new forward."""
         self._next = 0
-        self._undone = ()
         self._places = {}
         self._learning = None
 
@@ -149,14 +140,6 @@ class Cursor:
         """Run the row of a call that begins."""
         if not self.reach(Trigger.BEFORE_FORWARD, unit.name, call):
             self.run(_unplanned(Kind.FORWARD, unit.name))
-
-    def take_up(self, *, in_backward: bool) -> None:
-        """Repeat an action that has raised, and run the rest of its row; in forward, skip all its rows."""
-        self._do(self._undone)
-        if in_backward:
-            self._do(self._due())
-        else:
-            self._skip_to(self.program.first_of_backward)
 
     # Backward
 

@@ -4,6 +4,9 @@ auto.json in the run folder holds the question, the devices, the chosen plan, it
 rehearsal, the measured one (memory_probe.py). A later start with the same question uses that plan; another question,
 other devices or another number of them solve again. `--replan` solves again in any case, also for a fixed plan: a step
 keeps its number of samples.
+
+A rank that runs out of memory notes it there too (ran_out.py), whether the plan was solved or fixed. The next start
+takes a smaller plan, which rank 0 finds, and later ones keep it.
 """
 
 import json
@@ -24,12 +27,15 @@ from shardwise.plan import Plan
 from shardwise.planner.search.auto import solve_plan
 from shardwise.planner.search.candidates import capacity_bytes
 from shardwise.planner.search.chosen_text import chosen_text
-from shardwise.planner.search.request import AutoRequest
+from shardwise.planner.search.nearest import cost_of_change, find_smaller
+from shardwise.planner.search.request import AutoRequest, NoPlanFits
 from shardwise.sources import Source
 from shardwise.train.automatic import job_cluster, solved_by_rank_0
 from shardwise.train.config import TrainConfig
 from shardwise.train.memory_advice import optimizer_rule
 from shardwise.train.run_folder import AUTO, samples_of_step
+
+_RESTARTS_IF_AUTO = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +72,8 @@ class ChosenPlan:
         said              the choice in words
         predicted_bytes   the predicted memory that a rank allocates; outside_bytes: the rest of the device's memory
         measured_bytes    the peak of a rehearsal
-        ran_out           True if the plan replaces a larger one that ran out of memory
+        ran_out           how many plans of the run have run out of memory
+        failed            how this one did, in one line; the next start takes a smaller one
         """
         return None if self.record is None else self.record.get(name)
 
@@ -86,17 +93,41 @@ class ChosenPlan:
         """Record the peak of a rehearsal, so that a later start need not repeat it."""
         return self if self.record is None else replace(self, record={**self.record, "measured_bytes": num_bytes})
 
-    def replaced(self, plan: Plan, *, predicted_bytes: int | None) -> "ChosenPlan":
-        """Replace a plan that ran out of memory, for this run and for later starts with the same question."""
+    def note_ran_out(self, failed: str) -> bool:
+        """Note in auto.json that the plan ran out of memory, on any rank; False if no smaller plan is allowed."""
+        asked, most = self.asked(), self.given.train.survive
+        if most is None:
+            most = _RESTARTS_IF_AUTO if self.given.plan.is_auto else 0
+        # The record is on rank 0, and a rehearsal may have replaced the plan.
+        record = _kept(self.config.folder, asked) or {"asked": asked, "plan": self.config.plan.to_dict(), "said": ""}
+        count = record.get("ran_out", 0)
+        if "failed" not in record:
+            if count >= most:
+                return False
+            replace(self, record={**record, "failed": failed, "ran_out": count + 1}).save()
+        return True
+
+    def smaller(self) -> "ChosenPlan":
+        """Replace the plan that ran out of memory by a smaller one, on rank 0; NoPlanFits, if there is none."""
+        source, failed = self.traced(), self.recorded("failed")
+        given = self.given
+        request = self._request(given.plan, global_batch=given.auto.global_batch, budget_bytes=None)
+        before, found = find_smaller(source.spec_for, plan=self.config.plan, request=request)
+        source.release()
+        if found is None:
+            raise NoPlanFits(
+                f"{failed}, and no plan with the same samples per step needs less: take more devices, a smaller model "
+                f"or input, or remove {self.config.folder / AUTO} to try the same plan again"
+            )
         record = {
             "asked": self.asked(),
-            "plan": plan.to_dict(),
-            "said": f"{plan.strategy}, recompute {plan.recompute}: an earlier plan ran out of memory",
-            "predicted_bytes": predicted_bytes,
+            "plan": found.plan.to_dict(),
+            "said": f"{failed}; since then {cost_of_change(before, found)}",
+            "predicted_bytes": found.memory.allocated_bytes,
             "outside_bytes": self.recorded("outside_bytes"),
-            "ran_out": True,
+            "ran_out": self.recorded("ran_out"),
         }
-        return replace(self.with_plan(plan), record=record)
+        return replace(self.with_record(record), source=source)
 
     def traced(self) -> Source:
         """Return the model for the planner."""
@@ -107,14 +138,7 @@ class ChosenPlan:
         """Solve the given question, on rank 0; `compile` stays as it is. NoPlanFits, if no plan does."""
         source = self.traced()
         given, global_batch = self._question()
-        request = AutoRequest(
-            plan=replace(given, compile=self.config.plan.compile),
-            cluster=self.cluster,
-            optimizer=self.optimizer,
-            budget_bytes=budget_bytes,
-            global_batch=global_batch,
-            goal=self.given.auto.goal,
-        )
+        request = self._request(given, global_batch=global_batch, budget_bytes=budget_bytes)
         found = solve_plan(source.spec_for, request=request).candidate
         names = [unit.name for unit in source.spec_for(found.plan).units]
         source.release()
@@ -126,6 +150,16 @@ class ChosenPlan:
             "outside_bytes": found.memory.device_bytes - found.memory.reserved_bytes,
         }
         return replace(self.with_record(record), source=source)
+
+    def _request(self, given: Plan, *, global_batch: int | None, budget_bytes: int | None) -> AutoRequest:
+        return AutoRequest(
+            plan=replace(given, compile=self.config.plan.compile),
+            cluster=self.cluster,
+            optimizer=self.optimizer,
+            budget_bytes=budget_bytes,
+            global_batch=global_batch,
+            goal=self.given.auto.goal,
+        )
 
     def _question(self) -> tuple[Plan, int | None]:
         """Return the given settings and the samples of a step; a fixed plan keeps the samples that the run had."""
@@ -167,6 +201,8 @@ def choose_plan(config: TrainConfig, *, place: Place, fresh: bool, replan: bool 
             record = None if (fresh or replan) and first else _kept(config.folder, chosen.asked())
             if record is not None:
                 chosen = chosen.with_record(record)
+                if "failed" in record:
+                    chosen = chosen.smaller()
             elif chooses:
                 chosen = chosen.solved(budget_bytes=config.auto.budget_bytes)
         return chosen.config.plan

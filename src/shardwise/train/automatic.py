@@ -18,7 +18,8 @@ from shardwise.hardware.device_file import device_like
 from shardwise.hardware.sourced import Sourced
 from shardwise.plan import Plan
 from shardwise.planner.search.auto import solve_plan
-from shardwise.planner.search.request import AutoRequest
+from shardwise.planner.search.nearest import find_smaller
+from shardwise.planner.search.request import AutoRequest, NoPlanFits
 from shardwise.sources import Source
 from shardwise.tasks import Task
 from shardwise.vocabulary.segments import segments_expand
@@ -46,15 +47,45 @@ def auto_plan(
     )
 
     def solve() -> Plan:
-        if not isinstance(model, Task | str):
-            raise InvalidPlan(
-                f"Plan.auto needs a loss and a batch to trace this {type(model).__name__}: give it "
-                "shardwise.Task(model=model, loss=loss, make_batch=make_batch), or the name of a model"
-            )
-        source = Source(model, kernels=where.device.torch_type)
+        source = _traced(model, cluster=where, asked_by="Plan.auto")
         return solve_plan(source.spec_for, request=request).candidate.plan
 
     return solved_by_rank_0(solve)
+
+
+def smaller_plan(
+    model: Task | str, plan: Plan, *, cluster: Cluster | str | None = None, optimizer: str = "adamw"
+) -> Plan:
+    """Return a plan that needs less memory than `plan`, which ran out of it: for the next start of a loop of your own.
+
+        plan = shardwise.smaller_plan(shardwise.Task(model=model, loss=loss, make_batch=make_batch), plan)
+
+    It is the nearest change of the plan that is predicted to fit, or to need a tenth less where the plan should have
+    fitted. A step keeps its samples and its precision. With a process group it is collective: every rank gets the plan
+    of rank 0. NoPlanFits, if there is none.
+    """
+    where = cluster_of(cluster) if isinstance(cluster, str) else cluster or job_cluster()
+    if plan.is_auto or plan.micro_batch is None:
+        raise InvalidPlan("smaller_plan needs the plan that ran out of memory, with its strategy and its micro_batch")
+
+    def solve() -> Plan:
+        source = _traced(model, cluster=where, asked_by="smaller_plan")
+        request = AutoRequest(plan=plan, cluster=where, optimizer=optimizer)
+        found = find_smaller(source.spec_for, plan=plan, request=request)[1]
+        if found is None:
+            raise NoPlanFits("no plan with the same samples per step needs less memory on these devices")
+        return found.plan
+
+    return solved_by_rank_0(solve)
+
+
+def _traced(model: Task | str, *, cluster: Cluster, asked_by: str) -> Source:
+    if not isinstance(model, Task | str):
+        raise InvalidPlan(
+            f"{asked_by} needs a loss and a batch to trace this {type(model).__name__}: give it "
+            "shardwise.Task(model=model, loss=loss, make_batch=make_batch), or the name of a model"
+        )
+    return Source(model, kernels=cluster.device.torch_type)
 
 
 def solved_by_rank_0(solve: Callable[[], Plan]) -> Plan:

@@ -135,8 +135,8 @@ class LoopSection(ConfigSection):
     compare_every: int = key(1000, "steps between comparisons of what all ranks must hold alike; 0: never", least=0)
     survive: int | None = key(
         None,
-        "times that a run survives running out of memory, with a smaller plan (default: 3 where the plan is auto and "
-        "steps cannot be captured, else 0)",
+        "times that a run which has run out of memory is started again under a smaller plan (default: 3 where the "
+        "plan is auto, else 0)",
         least=0,
     )
     deterministic: bool = key(False, "only kernels that give the same bits each time, or an error")

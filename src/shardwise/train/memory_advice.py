@@ -1,6 +1,6 @@
 """Advice on an out-of-memory error of a training: the planner's prediction, and a change of the plan that fits.
 
-The engine has already noted on the error what the memory was held for (engine/out_of_memory/out_of_memory.py). The
+The engine has already noted on the error what the memory was held for (engine/out_of_memory.py). The
 rank that failed runs `python -m shardwise.train.memory_advice`: tracing takes time, and a task of the user's may do
 anything when it is loaded again. That process uses no device, and imports torch only to trace.
 """
@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -38,16 +37,9 @@ _VERDICTS = {
 }
 
 
-@contextmanager
-def advised(config: TrainConfig, *, place: "Place") -> Iterator[None]:
-    """Add the planner's lines to an out-of-memory error in this block."""
-    import torch
-
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        error.add_note("\n".join(f"  {line}" for line in _advice(config, place=place)))
-        raise
+def advice(config: TrainConfig, *, place: "Place") -> str:
+    """Return the planner's lines for a rank that ran out of memory."""
+    return "\n".join(f"  {line}" for line in _advice(config, place=place))
 
 
 def _advice(config: TrainConfig, *, place: "Place") -> list[str]:

@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.agreement import exchange
 from shardwise.comm.dtensor import local_part
-from shardwise.engine.random_states import random_states, restore_random_states
 from shardwise.errors import ShardwiseError
 from shardwise.train.metrics import StepMetrics
+from shardwise.train.restored import restoring
 
 _MODEL = "the model (its output)"
 
@@ -116,7 +116,7 @@ def find_first_nonfinite(
         sightings.places.append("the batch")
     elif not _finite([parameter for group in optimizer.param_groups for parameter in group["params"]]):
         sightings.places.append("the weights, before this step")
-    with _restoring(model, device=device), _watching(model, sightings):
+    with restoring(model, device=device), _watching(model, sightings):
         losses = run_again()
     sightings.loss_is_finite = _finite(losses)
     places = exchange(sightings.first)
@@ -175,20 +175,6 @@ def _watching(model: nn.Module, sightings: _Sightings) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextmanager
-def _restoring(model: nn.Module, *, device: torch.device) -> Iterator[None]:
-    """Restore random numbers and buffers (running statistics) afterwards, so that training can continue."""
-    states = random_states(device)
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        restore_random_states(states, device=device)
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
 
 
 @torch.no_grad()

@@ -27,12 +27,11 @@ from shardwise.train import run_folder
 from shardwise.train.auto_plan import ChosenPlan, choose_plan, limit_to_budget
 from shardwise.train.config import TrainConfig
 from shardwise.train.loop import run_steps
-from shardwise.train.memory_advice import advised
 from shardwise.train.memory_probe import probe_memory
-from shardwise.train.memory_retry import retry_out_of_memory
 from shardwise.train.metrics import JsonLines, MetricsRecorder, StepMetrics, TensorBoard, Writer
 from shardwise.train.preemption import preemption
 from shardwise.train.progress import progress_on, say
+from shardwise.train.ran_out import memory_handled
 from shardwise.train.randomness import deterministic_kernels, seed_everything
 from shardwise.train.resumed import batch_line, rate_line
 from shardwise.train.setup import open_data, set_up
@@ -97,7 +96,7 @@ def _run(
 ) -> Outcome:
     config, place = chosen.config, chosen.place
     with (
-        advised(config, place=place),
+        memory_handled(chosen),
         stalls_reported(),
         preemption(grace_seconds=config.checkpoint.grace_seconds) as request,
     ):
@@ -112,7 +111,7 @@ def _run(
         say(console, f"Building {config.task.model} and opening its data …")
         training = set_up(config, place=place)
         training.tell = partial(say, console)
-        # `advised` has everything that a prediction needs.
+        # `memory_handled` has everything that a prediction needs.
         require_engine(training.model).omit_memory_advice(training.model)
         checkpoints = Checkpoints(
             place_of_checkpoints,
@@ -126,8 +125,7 @@ def _run(
         _describe_start(training, notes=notes, chosen=chosen)
         if earlier is not None:
             _describe_changes(training, earlier=earlier)
-        chosen = probe_memory(training, chosen=chosen)
-        retry_out_of_memory(training, chosen=chosen, tell=partial(console.print, highlight=False))
+        probe_memory(training, chosen=chosen)
         recorder = MetricsRecorder(_writers(training, place=place, console=console), on_step=on_step)
         with closing(recorder):
             preempted = run_steps(training, checkpoints=checkpoints, request=request, recorder=recorder)

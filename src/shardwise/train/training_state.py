@@ -1,7 +1,7 @@
-"""The state of a training on this rank, which its loop, its update and its retries share."""
+"""The state of a training on this rank, which its loop and its update share."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 
 from shardwise.data.sampler import DistributedSampler
 from shardwise.engine.optimizer.scaler import GradScaler
-from shardwise.engine.out_of_memory.survive import NoGuard
 from shardwise.tasks import Task
 from shardwise.train.batches import Sharing
 from shardwise.train.config import TrainConfig
@@ -24,13 +23,11 @@ if TYPE_CHECKING:
 class Training:
     """The state of a training on this rank.
 
-    step          the last step taken; `num_steps`: the last one to take
-    update        takes a step: `update`, or a wrapper that captures it or runs it again
-    nonfinite     the source of a NaN or Inf in the steps that were not read yet
-    guard         undoes a step in which a rank ran out of memory (memory_retry.py)
-    before_read   with such a guard: the random states before the batches of this step were read
-    recovery      keeps snapshots in memory, if the config asks for them
-    tell          shows a line to the user, on rank 0
+    step        the last step taken; `num_steps`: the last one to take
+    update      takes a step: `update`, or a wrapper that captures it
+    nonfinite   the source of a NaN or Inf in the steps that were not read yet
+    recovery    keeps snapshots in memory, if the config asks for them
+    tell        shows a line to the user, on rank 0
     """
 
     config: TrainConfig
@@ -46,8 +43,6 @@ class Training:
     num_steps: int
     update: "Update"
     nonfinite: FirstNonFinite | None = None
-    guard: NoGuard = field(default_factory=NoGuard)
-    before_read: dict[str, Any] | None = None
     recovery: "Recovery | None" = None
     tell: Callable[[str], None] = lambda line: None
 

@@ -11,9 +11,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.engine.optimizer.scaler import GradScaler
-from shardwise.engine.out_of_memory.smaller_plan import smaller_plan
-from shardwise.engine.out_of_memory.survive import NoGuard, StepGuard, StepUndone, Surviving, warn
-from shardwise.engine.protocol import require_engine
 from shardwise.engines import accumulate, capture, clip_grad_norm_
 from shardwise.errors import InvalidData
 
@@ -27,19 +24,15 @@ def run_step(
     passes: Sequence[Pass],
     *,
     scaler: GradScaler,
-    guard: NoGuard,
     max_norm: float | None,
     accepts: Callable[[Tensor], bool] = lambda grad_norm: True,
 ) -> tuple[list[Tensor], Tensor | None]:
     """Run all passes and update once; return the losses, and the norm that the gradients had before clipping.
 
-    guard      raises StepUndone before the update if a rank ran out of memory in a pass
     max_norm   gradients are clipped to it; None: the norm is not computed
     accepts    decides from the norm, where it is computed, whether the optimizer steps
     """
-    guard.begin()
-    losses = run_passes(model, passes, scaler=scaler, guard=guard)
-    guard.agree()
+    losses = run_passes(model, passes, scaler=scaler)
     grad_norm = None
     if max_norm is not None:
         scaler.unscale_(optimizer)
@@ -51,49 +44,38 @@ def run_step(
     return losses, grad_norm
 
 
-def run_passes(model: nn.Module, passes: Sequence[Pass], *, scaler: GradScaler, guard: NoGuard) -> list[Tensor]:
-    """Run forward and backward of each pass; the last one reduces. Return the losses of the passes that succeeded."""
+def run_passes(model: nn.Module, passes: Sequence[Pass], *, scaler: GradScaler) -> list[Tensor]:
+    """Run forward and backward of each pass, and return the losses; the last pass reduces."""
     losses = []
     for number, forward in enumerate(passes):
         with accumulate(model, enabled=number + 1 < len(passes)):
-            loss = guard.run(partial(_run_pass, forward, scaler))
-        losses += [] if loss is None else [loss]
+            losses.append(_run_pass(forward, scaler))
     return losses
 
 
 def _run_pass(forward: Pass, scaler: GradScaler) -> Tensor:
+    # A function of its own, so that a loss and its graph end with its pass.
     loss = forward()
     scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
     return loss.detach()
 
 
 class TrainStep:
-    """A step that runs again when it was undone because a rank ran out of memory.
+    """What `step` returns: a step as one call.
 
     grad_norm   of the last step, before clipping; None if it is not computed
     captured    whether the last step was a replay of CUDA graphs
     """
 
-    def __init__(
-        self,
-        take: Callable[..., tuple[Tensor, Tensor | None]],
-        *,
-        on_undone: Callable[[StepUndone, tuple[Any, ...]], tuple[Any, ...]],
-    ) -> None:
+    def __init__(self, take: Callable[..., tuple[Tensor, Tensor | None]]) -> None:
         self._take = take
-        # Moves the model to a smaller plan, and returns the inputs for the next attempt.
-        self._on_undone = on_undone
         self.grad_norm: Tensor | None = None
 
     def __call__(self, *batches: Any) -> Tensor:
         if not batches:
             raise InvalidData("step() was given no batch: give it one, or one for each pass of an accumulation")
-        while True:
-            try:
-                loss, self.grad_norm = self._take(*batches)
-                return loss
-            except StepUndone as undone:
-                batches = self._on_undone(undone, batches)
+        loss, self.grad_norm = self._take(*batches)
+        return loss
 
     @property
     def captured(self) -> bool:
@@ -109,7 +91,6 @@ def step(
     max_norm: float | None = None,
     scaler: GradScaler | None = None,
     tell: Callable[[str], None] | None = None,
-    survive: int = 0,
 ) -> TrainStep:
     """Return a whole training step of a prepared model as one call. Collective: every rank calls it.
 
@@ -124,35 +105,16 @@ def step(
     max_norm   gradients are clipped to it; `step.grad_norm` is the norm before clipping
     scaler     a shardwise.GradScaler, for precision = 'fp16'
     tell       is called on rank 0 with a line for each decision (default: a warning)
-    survive    number of times that a rank may run out of memory in forward or backward: the step is undone on all
-               ranks, the model gets a plan that needs less (shardwise.replan), and the same batches run again. Such
-               steps are not captured, and on a GPU each waits for its gradients before it updates
     """
-    guard = step_guard(model, optimizer) if survive else NoGuard()
-    surviving = Surviving(model, most=survive, smaller=lambda: smaller_plan(model), tell=tell or warn)
     scaling = scaler if scaler is not None else GradScaler(enabled=False)
 
     def take(*batches: Any) -> tuple[Tensor, Tensor | None]:
         passes = [partial(_mean_part, loss_fn, model, batch, len(batches)) for batch in batches]
-        losses, grad_norm = run_step(model, optimizer, passes, scaler=scaling, guard=guard, max_norm=max_norm)
+        losses, grad_norm = run_step(model, optimizer, passes, scaler=scaling, max_norm=max_norm)
         return sum(losses[1:], start=losses[0]), grad_norm
 
-    def shrink(undone: StepUndone, batches: tuple[Any, ...]) -> tuple[Any, ...]:
-        surviving.shrink(undone)
-        return batches
-
-    # A replay allocates nothing, so it cannot run out of memory; but guarded steps cannot be captured.
-    run = take if survive else capture(take, model, optimizer, functions=(loss_fn,), tell=tell)
-    return TrainStep(run, on_undone=shrink)
+    return TrainStep(capture(take, model, optimizer, functions=(loss_fn,), tell=tell))
 
 
 def _mean_part(loss_fn: Callable[[nn.Module, Any], Tensor], model: nn.Module, batch: Any, num_passes: int) -> Tensor:
     return loss_fn(model, batch) / num_passes
-
-
-def step_guard(model: nn.Module, optimizer: Optimizer) -> StepGuard:
-    """Return a guard for the model's steps."""
-    engine = require_engine(model)
-    engine.check("step", model, argument="survive")
-    engine.adopt(model, optimizer)
-    return StepGuard.after_allocating(model, optimizer)

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.engine.out_of_memory.survive import NoGuard
-from shardwise.engine.random_states import random_states
 from shardwise.engines import capture
 from shardwise.train.batches import samples_seen, to_device
 from shardwise.train.nonfinite import FirstNonFinite, find_first_nonfinite
@@ -32,7 +30,6 @@ def next_passes(training: Training) -> StepPasses:
     sharing = training.sharing
     share = sharing.share(samples_seen(training.sampler))
     assert share is not None
-    training.before_read = random_states(training.device) if training.guard.undoes else None
     batches = [next(training.batches) for _ in share.counts]
     if training.config.plan.may_capture_steps and training.device.type == "cuda":
         # The inputs of a graph are copied from device to device; an ordinary pass copies its own batch.
@@ -62,7 +59,6 @@ def update(training: Training, weights: tuple[float, ...], batches: list[Any]) -
         training.optimizer,
         passes,
         scaler=training.scaler,
-        guard=training.guard,
         max_norm=clip_norm or (math.inf if skips else None),
         accepts=accepts,
     )
@@ -87,7 +83,7 @@ def _find_first_nonfinite(training: Training, passes: list[Pass], batches: list[
         step=training.step,
         batches=batches,
         device=training.device,
-        run_again=partial(run_passes, training.model, passes, scaler=training.scaler, guard=NoGuard()),
+        run_again=partial(run_passes, training.model, passes, scaler=training.scaler),
     )
 
 

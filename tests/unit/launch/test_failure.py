@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from shardwise.comm.agreement import RanksDisagree, RanksMissing, about
 from shardwise.errors import CheckpointError, DiskFailed, InvalidPlan
-from shardwise.launch.failure import Failure, during, ended, failure_of, first, report, reported
+from shardwise.launch.failure import Failure, avoided_next, during, ended, failure_of, first, report, reported
 
 GLOO = "[/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:13963."
 
@@ -33,6 +33,18 @@ def test_an_error_that_passes_on_the_failure_of_a_rank_is_an_echo_that_names_it(
     told = raised(about(CheckpointError("rank 3 could not continue: OSError"), 3))
     assert (told.echo, told.peer) == (True, 3)
     assert raised(CheckpointError("rank 3 could not continue, says a file")).echo is False
+
+
+def test_a_failure_that_the_next_start_avoids_passes_and_carries_its_notes() -> None:
+    error = torch.OutOfMemoryError("CUDA out of memory")
+    error.add_note("held then: params")
+    error.add_note("during step 3")
+    assert not raised(error).passing
+    avoided_next(error, "resumes under a smaller plan")
+    told = raised(error)
+    assert told.passing
+    assert told.where == "step 3"
+    assert told.notes == "held then: params\n  the next start resumes under a smaller plan"
 
 
 def failure(rank: int, *, seconds: float, echo: bool = False) -> Failure:

@@ -6,8 +6,9 @@ from torch import nn
 
 from shardwise.errors import InvalidPlan
 from shardwise.plan import Plan
+from shardwise.planner.search.request import NoPlanFits
 from shardwise.tasks import Task
-from shardwise.train.automatic import job_cluster
+from shardwise.train.automatic import job_cluster, smaller_plan
 
 
 class Block(nn.Module):
@@ -45,3 +46,18 @@ def test_a_model_without_a_loss_is_refused_with_what_to_give() -> None:
         InvalidPlan, match=r"needs a loss and a batch to trace this Sequential: give it shardwise\.Task"
     ):
         Plan.auto(nn.Sequential(Block()), cluster="8xh100-80gb")
+
+
+def test_a_plan_that_ran_out_of_memory_is_followed_by_a_smaller_one_until_there_is_none() -> None:
+    plans = [Plan(strategy="ddp", micro_batch=2)]
+    with pytest.raises(NoPlanFits, match="no plan with the same samples per step needs less memory"):
+        while len(plans) < 20:
+            plans.append(smaller_plan(task(), plans[-1], cluster="2xcpu"))
+    assert len(plans) > 2
+    assert {plan.micro_batch * plan.accumulate for plan in plans if plan.micro_batch} == {2}
+    assert {plan.precision for plan in plans} == {plans[0].precision}
+
+
+def test_a_smaller_plan_needs_the_plan_that_ran_out() -> None:
+    with pytest.raises(InvalidPlan, match="with its strategy and its micro_batch"):
+        smaller_plan(task(), Plan(strategy="ddp"))

@@ -27,12 +27,12 @@ from shardwise.engine.activations.recompute import without_random_numbers
 from shardwise.engine.captured.replayed_grads import sampled
 from shardwise.engine.captured.step_key import StepInputs
 from shardwise.engine.captured.step_memory import StepMemory
+from shardwise.engine.captured.written_tensors import WrittenTensors
 from shardwise.engine.core.step_events import announce, heard_by
 from shardwise.engine.engine import Engine
 from shardwise.engine.graphs.graph_fills import fill_by_kernels
 from shardwise.engine.graphs.reads import NotCaptured, Read, assuming_reads, hidden_capture, in_one_line
 from shardwise.engine.graphs.step_pool import Block
-from shardwise.engine.out_of_memory.undo import WrittenTensors
 from shardwise.vocabulary.collection import without_collection
 
 # The flag on the host before the device has written it.

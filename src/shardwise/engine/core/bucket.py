@@ -160,9 +160,6 @@ class ReduceBucket:
 
     def finish(self) -> None:
         """Wait for the sums, average them, and give each owner its gradient, unless its slice is to cross first."""
-        if self.passes.failed and not self.crosses:
-            self._forget_sums()
-            return
         for segment in self.segments:
             segment.wait()
             segment.holds = False
@@ -176,9 +173,6 @@ class ReduceBucket:
         """Sum this rank's slice over `replicate`: a copy of it, so that the buffer can go meanwhile."""
         self.groups.replicate.log.name = self._reduces_slice
         for segment in self.segments:
-            if segment.work is not None:
-                # Memory ran out at a later one the first time.
-                continue
             assert segment.own is not None
             mine = segment.own.clone()
             segment.release()
@@ -188,9 +182,6 @@ class ReduceBucket:
 
     def finish_slice(self) -> None:
         """Wait for the sum of the slice, average it, and give it to its owner."""
-        if self.passes.failed:
-            self._forget_sums()
-            return
         for segment in self.segments:
             segment.wait()
             (flat,) = segment.flats
@@ -203,12 +194,6 @@ class ReduceBucket:
             segment.release()
             announce(self._events.grads_averaged, flat)
         self.tape.record(Kind.WAIT_SLICE, self.name, self._slice_bytes)
-
-    def _forget_sums(self) -> None:
-        """Forget what was summed in a step in which this rank has failed: the step will be undone."""
-        for segment in self.segments:
-            segment.holds = False
-        self.drop()
 
     def _num_bytes(self) -> int:
         return sum(segment.num_bytes for segment in self.segments)

@@ -7,7 +7,6 @@ Guards, captured steps, changes of the plan and the functions for a prepared mod
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -34,14 +33,6 @@ from shardwise.plan.placement import SHARDED
 from shardwise.program import Kind, Operation, Row, StepProgram, Trigger
 from shardwise.program.rules.demand import edited, released
 from shardwise.spec import ROOT, ModelSpec
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepMark:
-    """Where a core stood before a step, so that the step can be undone."""
-
-    learned: bool
-    called: bool
 
 
 class Core:
@@ -127,11 +118,6 @@ class Core:
     def is_in_step(self) -> bool:
         """Whether a forward has run whose backward is not over."""
         return self._runner.is_in_step
-
-    @property
-    def num_forwards(self) -> int:
-        """Forwards since the last backward, or of that, whichever is more."""
-        return max(self._runner.forwards, self.passes.num_forwards)
 
     @property
     def holds_grads(self) -> bool:
@@ -263,12 +249,11 @@ class Core:
                 self._runner.cursor.run(released(name))
         announce(self.events.values_written)
 
-    def held(self) -> dict[int, Tensor]:
-        """Parameter, by id → what this rank has summed of its gradients for a later backward to reduce."""
-        return self._runner.executor.held()
-
     def take_held(self) -> dict[int, Tensor]:
-        """Return what is held, and give up the buckets."""
+        """Parameter, by id → what this rank has summed of its gradients for a later backward to reduce.
+
+        The buckets are given up.
+        """
         return self._runner.executor.take_held()
 
     def hold(self, held: dict[int, Tensor]) -> None:
@@ -276,37 +261,6 @@ class Core:
         self._runner.executor.hold(held)
 
     # A step that does not go as usual
-
-    def mark(self) -> StepMark:
-        """Note where the core stands before a step."""
-        return StepMark(learned=self._runner.learned, called=self._runner.called)
-
-    def rewind(self, mark: StepMark, *, keeps_order: bool) -> None:
-        """Stand as before the step, after its passes and before its update. `keeps_order`: what it learned stays."""
-        if not keeps_order:
-            # A rank that failed has not called everything that it would have called.
-            self._runner.learned = mark.learned
-        self._runner.called = mark.called
-        self._runner.forwards = 0
-
-    @torch.no_grad()
-    def finish_pass(self) -> None:
-        """Take part in the rest of the pass that is under way, or in all of the next one, and add nothing.
-
-        The other ranks cannot do without this one: every gather and every sum needs all ranks. So it goes through the
-        rest of the program as one that calls no unit does, with gradients of weight 0.
-        """
-        runner = self._runner
-        if not runner.forwards:
-            runner.before_forward(runner.root)
-        for unit in self.units.values():
-            unit.forget_calls()
-        if not runner.cursor.learns:
-            runner.cursor.take_up(in_backward=runner.hooks.in_backward)
-        if not runner.hooks.in_backward:
-            runner.begin_backward()
-        runner.end_backward()
-        runner.hooks.abandon_backward()
 
     def abandon_captured(self) -> None:
         """Stand as before a step that broke off while it was captured, of which nothing was computed.

@@ -16,9 +16,6 @@ class PassState:
     values_by      the block of code in which no step may run, since parameters have other values or are being read; ""
                    outside of one
     lent           whether they have other memory, too
-    failed         how this rank has run out of memory in this step, in one line: it takes part in what is left of it,
-                   and adds nothing (Core.finish_pass); "" if it has not
-    num_forwards   of the last backward
     by_parts       code that runs backward by itself calls parts of the model, in any order (part_calls.py)
     """
 
@@ -28,8 +25,6 @@ class PassState:
     source: int = 0
     values_by: str = ""
     lent: bool = False
-    failed: str = ""
-    num_forwards: int = 1
     by_parts: bool = False
 
     def check_values(self, what: str) -> None:
@@ -46,6 +41,6 @@ class PassState:
         """Return the factor of this rank's gradients with which a sum over all ranks / num_ranks is the average over
         the ranks that count.
         """
-        if not self.counts or self.failed:
+        if not self.counts:
             return 0.0
         return 1.0 if self.num_counting is None else num_ranks / self.num_counting

@@ -207,7 +207,6 @@ class Runner:
         PROGRESS.phase = BACKWARD
         if self.executor.first is not None:
             self._learn(self.executor.first)
-        self.passes.num_forwards = self.forwards
         if not self.passes.accumulating:
             announce(self.events.last_backward_begins)
         # Buckets that change from step to step hold nothing for the next.

@@ -251,10 +251,6 @@ class Unit:
                 for part in flat.owned:
                     part.parameter.requires_grad_(self.is_trainable(flat, part.index))
 
-    def forget_calls(self) -> None:
-        """No backward will come to it: it is freed as soon as the program frees it."""
-        self.calls = self._earlier_calls = 0
-
     def _check_thawed(self, flat: FlatParams) -> None:
         for index, name in enumerate(flat.names):
             if flat.unstepped and self.is_trainable(flat, index):

@@ -31,7 +31,7 @@ class Guards:
         self._core, self._compare_every = core, compare_every
         refuse_wrappers(core.model)
         self.inputs, self.options = inputs, options
-        self.same_order = SameOrder(groups=core.setting.groups, passes=core.passes, options=options)
+        self.same_order = SameOrder(groups=core.setting.groups, options=options)
         self.cover()
         core.carry(self.same_order)
         events = core.events

@@ -8,9 +8,7 @@ sum needs few bits; the other bits of the first flag carry
                                      b: the bits that the count of ranks leaves, 18 or fewer
 
 The coefficients c_r add up to 0, so the sum is 0 if all h_r are equal; otherwise it is 0 with probability 2^-b, or
-twice that. The sum is the same on all ranks: if it is not 0, all of them stop and exchange lists of both. A rank that
-has failed in the step, and since then only takes part in collectives, adds 1: all ranks know before any of them
-updates.
+twice that. The sum is the same on all ranks: if it is not 0, all of them stop and exchange lists of both.
 
 On a GPU no rank waits for it: the flag is copied to the host during the computation, and checked as soon as it has
 arrived, at the latest before the next update.
@@ -25,7 +23,6 @@ from torch import Tensor
 from shardwise.comm.agreement import RanksDisagree, exchange
 from shardwise.comm.groups import MeshGroups
 from shardwise.comm.issued import Issued, disagreement, first_difference, fold_all, names_of
-from shardwise.engine.core.pass_state import PassState
 from shardwise.engine.guards.same_options import OptimizerOptions, different_options, first_different_option
 
 # Fewer ranks than 2^14 are counted with as many bits.
@@ -55,12 +52,9 @@ def _drawn(rank: int) -> int:
 class SameOrder:
     """Writes this rank's part of the first flag, and checks the sum of all ranks."""
 
-    def __init__(self, *, groups: MeshGroups, passes: PassState, options: OptimizerOptions) -> None:
+    def __init__(self, *, groups: MeshGroups, options: OptimizerOptions) -> None:
         self.flag: Tensor
-        self._passes = passes
         self._options = options
-        # Failures in this step, by rank.
-        self._failures: dict[int, str] = {}
         self._logs = {name: group.log for name, group in groups.by_name().items()}
         world = groups.world
         # With absent ranks (a rehearsal) nothing is summed.
@@ -90,8 +84,7 @@ class SameOrder:
         # Where nothing is issued, nothing is summed either (a benchmark without communication).
         folded = issued ^ self._options.fold() if issued else 0
         shift = self._count_bits
-        value = (folded >> shift) * self._coefficient + bool(self._passes.failed)
-        value = (value << shift) + used & _MASK
+        value = ((folded >> shift) * self._coefficient << shift) + used & _MASK
         # As a signed number.
         self.flag.fill_(value - (value >> 31 << 32))
         rates = self._options.fold_rates(self.flag.device)
@@ -99,14 +92,6 @@ class SameOrder:
             self.flag.add_(((rates >> shift) * self._coefficient << shift).int())
         self._sent = {name: log.take() for name, log in self._logs.items()}
         self._num_sent += 1
-
-    def take_failures(self) -> dict[int, str]:
-        """Return the failures in this step by rank, after the flag is summed. Waits for a GPU."""
-        if not self._coefficient:
-            return {0: self._passes.failed} if self._passes.failed else {}
-        self.check(wait=True)
-        failures, self._failures = self._failures, {}
-        return failures
 
     def users(self, summed: int) -> int:
         """Return how many ranks used the parameter of a flag."""
@@ -161,13 +146,12 @@ class SameOrder:
         if (summed & _MASK) >> self._count_bits == 0:
             return
         mine = {name: names_of(collectives) for name, collectives in issued.items()}
-        everyone = exchange((mine, self._passes.failed, self._options.values()))
-        self._failures = {rank: failed for rank, (_, failed, _) in enumerate(everyone) if failed}
-        difference = first_difference({rank: theirs for rank, (theirs, _, _) in enumerate(everyone)}, ended=True)
-        options = [options for _, _, options in everyone]
+        everyone = exchange((mine, self._options.values()))
+        difference = first_difference({rank: theirs for rank, (theirs, _) in enumerate(everyone)}, ended=True)
+        options = [options for _, options in everyone]
         different = first_different_option(options)
         if different and not difference:
             raise RanksDisagree(different_options(different))
         # Options that differ by their last digits, or of an optimizer that one rank has dropped, explain the sum.
-        if difference or not (self._failures or any(others != options[0] for others in options)):
+        if difference or all(others == options[0] for others in options):
             raise RanksDisagree(disagreement(difference))

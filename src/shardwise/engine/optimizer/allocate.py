@@ -19,8 +19,6 @@ def allocate_states(optimizer: Optimizer, *, without: Collection[int] = ()) -> N
 
     `without`: ids of parameters that are left out.
 
-    Running out of memory in an update could not be undone.
-
     Their `_init_group` allocates the state of each parameter that has a gradient; it is given gradients without memory.
     The state of SGD is its first gradient, so it cannot be allocated here.
     """

@@ -1,6 +1,7 @@
-"""The smallest change of a plan that ran out of memory so that it fits on the same devices. No torch."""
+"""The search for a plan that needs less memory than one that ran out, on the same devices. No torch."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -10,12 +11,30 @@ from shardwise.plan import Plan
 from shardwise.plan.limits import LIMITS, strategies_of
 from shardwise.plan.patterns import is_among, short_patterns
 from shardwise.planner.memory.states import needs_whole_matrices
+from shardwise.planner.search.auto import solve_plan
 from shardwise.planner.search.candidates import Candidate, SpecFor, cost
 from shardwise.planner.search.dial import turned_units
+from shardwise.planner.search.request import AutoRequest, NoPlanFits
 from shardwise.spec import ROOT, ModelSpec
 
 # If a plan failed although it should fit, the new one may need at most this share of it.
 _LESS = 0.9
+
+
+def find_smaller(spec_for: SpecFor, *, plan: Plan, request: AutoRequest) -> tuple[Candidate, Candidate | None]:
+    """Return the plan that ran out of memory, and one that needs less; None: there is none.
+
+    An `auto` plan is solved again with a tenth less memory. Of any other plan, and where nothing is solved, the nearest
+    change that fits is taken. A step keeps its samples and its precision.
+    """
+    before = cost(spec_for(plan), plan=plan, cluster=request.cluster, optimizer=request.optimizer)
+    if request.plan.is_auto:
+        less = replace(request, budget_bytes=int(_LESS * before.memory.device_bytes))
+        with suppress(NoPlanFits):
+            return before, solve_plan(spec_for, request=less).candidate
+    found = nearest_fit(spec_for, plan=plan, cluster=request.cluster, optimizer=request.optimizer)[1]
+    # Changes of the precision come last.
+    return before, found if found is not None and found.plan.precision == plan.precision else None
 
 
 def nearest_fit(
@@ -121,6 +140,16 @@ def _smaller(plan: Plan) -> list[Plan]:
         if times > 1 and plan.micro_batch % times == 0
     ]
     return [*smaller, *(replace(one, accumulate_reduced=True) for one in smaller if not plan.accumulate_reduced)]
+
+
+def cost_of_change(before: Candidate, found: Candidate) -> str:
+    """Describe a change of the plan in a few words: what changes, its memory, its speed if that is predicted."""
+    changed = ", ".join(f"{name} = {value!r}" for name, value in changed_settings(found.plan, of=before.plan).items())
+    share = found.memory.device_bytes / before.memory.device_bytes
+    speed = ""
+    if before.time is not None and found.time is not None:
+        speed = f" and {found.time.samples_per_s / before.time.samples_per_s:.2f} × the speed"
+    return f"{changed} (predicted {share:.2f} × the memory{speed})"
 
 
 def changed_settings(plan: Plan, *, of: Plan) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""What to change of a plan that ran out of memory: the least that fits."""
+"""What to change of a plan that ran out of memory: the least that fits, or what an `auto` plan is solved to again."""
 
 import json
 from collections.abc import Iterator
@@ -6,8 +6,12 @@ from typing import Any
 
 import pytest
 
+from shardwise.hardware import cluster_of
 from shardwise.plan import Plan
-from shardwise.planner.search.nearest import changed_settings, changes, fewest_on_host
+from shardwise.planner.search.candidates import Candidate
+from shardwise.planner.search.nearest import changed_settings, changes, cost_of_change, fewest_on_host, find_smaller
+from shardwise.planner.search.request import AutoRequest
+from shardwise.sources import Source
 from shardwise.train.config import TrainConfig
 from shardwise.train.memory_advice import FullDevice, describe_fit
 
@@ -127,3 +131,40 @@ def test_states_that_one_rank_owns_are_not_to_be_offloaded() -> None:
     found = list(changes(Plan(micro_batch=2, owned=("blocks.*",))))
     assert any(one.offload_activations for one in found)
     assert not any(one.offload_states for one in found)
+
+
+def smaller(model: str, *, cluster: str = "8xh100-80gb", auto: bool = False, **plan: Any) -> tuple[Candidate, Any]:
+    ran_out = Plan(precision="bf16", **plan)
+    asked = Plan(precision="bf16", strategy="auto", micro_batch=plan["micro_batch"]) if auto else ran_out
+    request = AutoRequest(plan=asked, cluster=cluster_of(cluster), optimizer="adamw-foreach")
+    return find_smaller(Source(model, kernels="cuda").spec_for, plan=ran_out, request=request)
+
+
+@pytest.mark.parametrize("auto", [False, True])
+def test_a_plan_that_should_have_fitted_is_followed_by_one_with_a_tenth_less(auto: bool) -> None:
+    before, found = smaller("gpt-1.3b", micro_batch=4, auto=auto)
+    assert found.memory.device_bytes <= 0.9 * before.memory.device_bytes
+    assert found.plan.micro_batch == 4
+    assert found.plan.precision == "bf16"
+    assert "(predicted 0." in cost_of_change(before, found)
+    assert " × the memory and " in cost_of_change(before, found)
+
+
+def test_what_the_solver_finds_for_an_auto_plan_is_at_least_as_fast_as_the_nearest_change() -> None:
+    (_, nearest), (_, solved) = (smaller("gpt-1.3b", micro_batch=4, auto=auto) for auto in (False, True))
+    assert solved.time.samples_per_s >= nearest.time.samples_per_s
+
+
+@pytest.mark.parametrize("auto", [False, True])
+def test_where_nothing_else_needs_less_a_step_is_split_into_more_passes_with_the_same_samples(auto: bool) -> None:
+    smallest = {"recompute": "full", "offload_activations": True, "offload_states": True, "offload_update": "host"}
+    plan = smaller("gpt2-124m", micro_batch=3, auto=auto, **smallest)[1].plan
+    assert (plan.micro_batch, plan.accumulate) == (1, 3)
+    assert smaller("gpt2-124m", micro_batch=1, auto=auto, **smallest)[1] is None
+
+
+def test_a_smaller_plan_keeps_the_precision() -> None:
+    smallest = {"recompute": "full", "offload_activations": True, "offload_states": True, "offload_update": "host"}
+    ran_out = Plan(precision="fp32", micro_batch=1, **smallest)
+    request = AutoRequest(plan=ran_out, cluster=cluster_of("8xh100-80gb"), optimizer="adamw-foreach")
+    assert find_smaller(Source("gpt2-124m", kernels="cuda").spec_for, plan=ran_out, request=request)[1] is None

@@ -1,1 +1,0 @@
-"""Steps that run out of memory: explained, undone on every rank, and run again under a smaller plan."""
