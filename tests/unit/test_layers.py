@@ -163,6 +163,25 @@ def upward(source: str, *, row: int) -> set[str]:
     return {name for name in imported | named - {"shardwise"} if row_of(f"{name}.__init__".split(".")[1]) > row}
 
 
+def test_of_the_program_only_what_runs_a_model_imports_torch() -> None:
+    """The hooks, the tensors that they find, and the naive executor: the planner imports none of them.
+
+    The naive executor belongs to the program, and not to the engine that is compared with it.
+    """
+    trees = {path.name: ast.walk(ast.parse(path.read_text())) for path in (SOURCE / "program").rglob("*.py")}
+    assert {name for name, nodes in trees.items() if any(map(imports_torch, nodes))} == {
+        "hooks.py",
+        "left_tensors.py",
+        "naive.py",
+    }
+
+
+def imports_torch(node: ast.AST) -> bool:
+    names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+    names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+    return any(name.split(".")[0] == "torch" for name in names)
+
+
 def test_every_import_goes_downward() -> None:
     for path in sorted(SOURCE.rglob("*.py")):
         above = upward(path.read_text(), row=row_of(part(path)))

@@ -1,4 +1,4 @@
-"""The only loop over a program's rows.
+"""The loop over a program's rows. Only naive.py has another: the engine's results are compared with it.
 
 Executors run a program: the engine's on tensors, the planner's on bytes and on seconds, the reports' on pictures. They
 say what an operation means; its turn is decided here.
