@@ -15,6 +15,7 @@ from whole import whole
 import shardwise
 from shardwise.engine.engine import engine_of
 from shardwise.engine.prepared.full_state import check_order
+from shardwise.engine.protocol import require_engine
 from shardwise.errors import InvalidData
 from shardwise.plan import Plan
 from shardwise.tasks import cross_entropy
@@ -211,3 +212,22 @@ def test_an_optimizers_state_dict_on_one_rank_alone_names_the_other() -> None:
 def test_a_state_in_the_optimizers_place_is_refused_with_the_right_order() -> None:
     with pytest.raises(InvalidData, match=r"is a dict: call load_full_state_dict\(model, optimizer, state\)"):
         check_order({"model": {}})
+
+
+def allocated(rank: int) -> None:
+    # Under bf16 the statistics' scales stay in fp32, where the optimizer steps the module's own parameters.
+    kept_fp32 = ("resnet", "groups", Plan(strategy="ddp", precision="bf16"))
+    owned = ("gpt", "groups", Plan(owned=("blocks.*.weight",)))
+    fsdp = [("gpt", name, Plan()) for name in ("groups", "adamw fused", "adam foreach", "rmsprop")]
+    for name, given, plan in (*fsdp, kept_fp32, owned):
+        model, batch, loss = make(name)
+        optimizer = OPTIMIZERS[given](model.parameters())
+        shardwise.prepare(model, optimizer, plan)
+        require_engine(model).allocate_states(model, optimizer)
+        for group in optimizer.param_groups:
+            assert all(optimizer.state[parameter] for parameter in group["params"])
+        assert train(model, optimizer, batch, loss, rank=rank, steps=range(1))[0] > 0
+
+
+def test_optimizer_state_can_be_allocated_before_the_first_step() -> None:
+    run_ranks(allocated, num_ranks=2)

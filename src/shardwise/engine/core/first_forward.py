@@ -59,8 +59,6 @@ class FirstForward:
         self.calls: list[str] = []
         self.backward: dict[str, str] = {} if before is None else dict(before.backward)
         self.ended = not any(map(context.sharded, context.placements))
-        # What is left to gather of what the ranks have agreed on; any, if memory ran out.
-        self._agreed: list[str] = []
 
     def note_call(self, unit: Unit) -> int:
         """Count a call of a unit; return its number among the unit's calls."""
@@ -92,7 +90,6 @@ class FirstForward:
 
     def end(self) -> Observation:
         """This rank's forward is over; returns when everyone's is."""
-        self._gather_agreed(wish=_END)
         while self._round(_END):
             pass
         self.ended = True
@@ -108,17 +105,12 @@ class FirstForward:
     def _round(self, wish: str) -> bool:
         """One exchange; whether anybody wanted anything."""
         wishes = sorted(other for other in self._distinct(wish) if other != _END)
-        self._agreed = list(wishes)
-        self._gather_agreed(wish=wish)
-        return bool(wishes)
-
-    def _gather_agreed(self, *, wish: str) -> None:
-        while self._agreed:
-            name = self._agreed[0]
+        for name in wishes:
             was_gathered = self.units[name].whole
             self._run(agreed(name, self._context))
-            if self._agreed.pop(0) != wish and not was_gathered:
+            if name != wish and not was_gathered:
                 self._run(released(name))
+        return bool(wishes)
 
 
 def learned(

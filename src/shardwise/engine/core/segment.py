@@ -110,7 +110,6 @@ class Segment:
         With weight 0 they do not even count as NaN; a parameter without one counts as zero. Returns the parameters
         without one, by id.
         """
-        # First, since memory may run out in it.
         views = self.views(flat)
         if self.piece is None:
             taken = given = take_off(flat.params)
