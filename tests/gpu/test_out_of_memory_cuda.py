@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shardwise
 from shardwise.comm.join import joined
-from shardwise.engine.out_of_memory import out_of_memory
+from shardwise.engine import out_of_memory
 from shardwise.plan import Plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(200)]
