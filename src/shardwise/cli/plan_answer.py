@@ -197,7 +197,13 @@ def _compiled(question: PlanQuestion, best: Candidate | None) -> Candidate | Non
     tracing compiled tiles takes longer than the whole search, and most of such a step is attention, which compiling
     does not change.
     """
-    if question.quick or best is None or best.label != AUTO or question.plan.compile != "none" or best.cluster.device.name == "cpu":
+    if (
+        question.quick
+        or best is None
+        or best.label != AUTO
+        or question.plan.compile != "none"
+        or best.cluster.device.name == "cpu"
+    ):
         return None
     if best.plan.tile:
         return None

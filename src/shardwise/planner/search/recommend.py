@@ -115,9 +115,7 @@ def recommend(
             slower=1 - _relative(best, first) if is_behind else 0.0,
             fastest=first if is_behind else None,
             simpler=_simpler(best, found, first=first) if goal != "memory" else None,
-            runner_up=None
-            if quick
-            else _runner_up(best, found, reason=reason, spec_for=spec_for, optimizer=optimizer),
+            runner_up=None if quick else _runner_up(best, found, reason=reason, spec_for=spec_for, optimizer=optimizer),
         )
     is_unknown = all(candidate.fits == "unknown" for candidate in found)
     return Recommendation(index=None, reason=Reason.CAPACITY_UNKNOWN if is_unknown else Reason.NOTHING_FITS)
