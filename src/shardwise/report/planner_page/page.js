@@ -11,7 +11,7 @@ const plannerPage = (() => {
   const PRECISIONS = ["bf16", "fp16", "fp32"];
   const GIB = 2 ** 30;
   // While a slider moves, only quick answers are asked for.
-  const REST_MS = 120;
+  const REST_MS = 60;
   // What lives in host memory, as settings.
   const HOSTS = {
     none: { offload: "", update: "" },
