@@ -32,4 +32,4 @@ def _open(address: str) -> None:
     except webbrowser.Error:
         return
     if type(browser) is not webbrowser.GenericBrowser:
-        browser.open(address)
+        browser.open_new_tab(address)

@@ -222,7 +222,7 @@ def test_browser_in_the_terminal_is_not_opened(monkeypatch: pytest.MonkeyPatch) 
     opened: list[str] = []
 
     class Windowed:
-        def open(self, address: str) -> None:
+        def open_new_tab(self, address: str) -> None:
             opened.append(address)
 
     monkeypatch.setattr(plan_page.webbrowser, "get", Windowed)
