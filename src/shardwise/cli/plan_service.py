@@ -4,19 +4,17 @@ A change of a setting asks twice: for a quick answer, and for a refined one with
 computed at a time; one that is out of date ends before its next candidate.
 """
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any
 
-import tomli_w
-
 from shardwise.cli.plan_answer import PlanAnswer, answer
-from shardwise.cli.plan_output import as_data, remarks
+from shardwise.cli.plan_page_data import answer_data, chosen_row
 from shardwise.cli.plan_question import PlanOptions, cluster_for, question_of, source_for
-from shardwise.errors import InvalidPlan, UnknownName
+from shardwise.cli.plan_settings import as_settings, asked_options
+from shardwise.errors import InvalidPlan
 from shardwise.hardware import Cluster, Device
 from shardwise.hardware.cluster import parse_cluster
 from shardwise.hardware.device import devices
@@ -26,18 +24,13 @@ from shardwise.interchange.targets import TARGETS
 from shardwise.interchange.targets import export as exported_for
 from shardwise.models.catalogue import CATALOGUE
 from shardwise.plan import Plan
-from shardwise.planner.search.candidates import Candidate
 from shardwise.planner.search.frontier import fixed_frontier
-from shardwise.planner.search.recommend import best_of
 from shardwise.planner.search.request import RECOMPUTES
 from shardwise.planner.time.collective import can_link
 from shardwise.planner.time.compute import can_time
-from shardwise.planner.time.step_time import timeline
 from shardwise.report.planner_page.planner_document import planner_page, saved_page
 from shardwise.report.planner_page.planner_server import Answers, Asked, Document, Superseded
 from shardwise.report.text.budgets import frontier_data
-from shardwise.report.text.queue_lanes import as_data as spans_as_data
-from shardwise.report.text.verdict import changed_options, in_host_memory, name_of
 from shardwise.sources import Source
 from shardwise.spec import ModelSpec
 from shardwise.vocabulary.collection import without_collection
@@ -48,39 +41,11 @@ _MOST_RANKS = 2**16
 _MOST_KEPT = 256
 
 
-def _text(value: str) -> str:
-    if not re.fullmatch(r"[\w.,:=*+@ -]{1,100}", value, re.ASCII):
-        raise ValueError
-    return value
-
-
-def _whole(value: str) -> int:
-    if not re.fullmatch(r"[1-9][0-9]{0,6}", value, re.ASCII):
-        raise ValueError
-    return int(value)
-
-
-def _money(value: str) -> float:
-    if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,4})?", value, re.ASCII):
-        raise ValueError
-    return float(value)
-
-
-# What the page may set: no option that names a file or traces another model. An empty value is the default.
-_TEXTS = ("model", "cluster", "strategy", "precision", "recompute", "update", "mesh", "reduce_dtype", "budget")
-_MORE_TEXTS = ("host_memory", "offload", "optimizer", "goal", "tokens", "capture", "overlap")
-_SETTINGS: Mapping[str, Callable[[str], object]] = {
-    **dict.fromkeys((*_TEXTS, *_MORE_TEXTS), _text),
-    **dict.fromkeys(("micro_batch", "seq", "global_batch", "accumulate"), _whole),
-    "price": _money,
-    "accumulate_reduced": lambda value: value == "1",
-}
-
-
 def offered_devices() -> list[Device]:
-    """Return the package's devices whose capacity, speeds and links are known."""
+    """Return the package's devices whose capacity, speeds and links are known, so that every time is predicted."""
     gpus = [device for device in devices().values() if device.name != "cpu" and device.capacity_bytes is not None]
-    return [one for one in gpus if can_time(one) and can_link(parse_cluster(f"{PER_NODE}x{one.name}"))]
+    linked = [device for device in gpus if device.host_link and can_link(parse_cluster(f"{PER_NODE}x{device.name}"))]
+    return [device for device in linked if can_time(device)]
 
 
 class PlanService:
@@ -121,7 +86,7 @@ class PlanService:
         options = self._asked(asked)
         with self._turn(page) as check:
             found = self._answer(options, is_quick=refined == "0", check=check)
-            return self._as_data(found, options=options, chosen=chosen)
+            return answer_data(found, source=self._source(options), options=options, chosen=chosen)
 
     def frontier(self, asked: Asked) -> dict[str, Any]:
         """Return the best throughput of one strategy for each memory budget, without the allocator's model."""
@@ -138,7 +103,7 @@ class PlanService:
         options = self._asked(asked)
         with self._turn() as check:
             found = self._answer(options, is_quick=False, check=check)
-        best = found.found[_chosen(found, name=chosen)]
+        best = found.found[chosen_row(found, name=chosen)]
         shape = JobShape(num_nodes=best.cluster.num_nodes, ranks_per_node=best.cluster.devices_per_node)
         exported = exported_for(best.plan, shape, target=target)
         return {"files": dict(exported.files), "left_out": list(exported.left_out)}
@@ -153,15 +118,7 @@ class PlanService:
 
     def _asked(self, asked: Asked) -> PlanOptions:
         """Return the options that a query asks for."""
-        given: dict[str, Any] = {}
-        for name, value in asked.items():
-            if name not in _SETTINGS:
-                raise UnknownName.of("setting", name[:40], known=_SETTINGS)
-            try:
-                given[name] = _SETTINGS[name](value) if value else _DEFAULTS[name]
-            except (KeyError, ValueError) as error:
-                raise InvalidPlan(f"{name} = {value[:100]!r}: this is no {name} that the page can ask for") from error
-        options = replace(self._options, **given)
+        options = asked_options(asked, base=self._options)
         self._check_cluster(options)
         if options.model not in (self._options.model, *CATALOGUE):
             raise InvalidPlan(f"{options.model[:100]}: is not a model of this page")
@@ -232,42 +189,9 @@ class PlanService:
             self._known[key] = replace(found, question=question)
         return self._known[key]
 
-    # ---- answers
-
-    def _as_data(self, found: PlanAnswer, *, options: PlanOptions, chosen: str) -> dict[str, Any]:
-        """Return the answer for the page: `plan` is what `plan --json` prints, the rest is only for what it shows.
-
-        rows     the candidates that are drawn: of each strategy the one on its best mesh
-        files    plan.toml of each candidate
-        ways     where nothing fits: settings that do, and the text of their button
-        """
-        source, first = self._source(options), found.found[0]
-        spec, index = source.spec_for(first.plan), _chosen(found, name=chosen)
-        one = found.found[index]
-        spans = timeline(source.spec_for(one.plan), plan=one.plan, cluster=one.cluster, optimizer=options.optimizer)
-        return {
-            "plan": as_data(found),
-            "is_quick": found.question.quick,
-            "num_params": spec.num_params,
-            "seq": spec.seq,
-            "longest": source.longest_sample,
-            "title": first.cluster.device.title or first.cluster.device.name,
-            "cluster": _shape(first.cluster),
-            "optimizer": options.optimizer,
-            "rows": _rows(found),
-            "labels": [name_of(candidate) for candidate in found.found],
-            "files": [tomli_w.dumps(candidate.plan.to_dict()) for candidate in found.found],
-            "ways": [_way(way, found=found) for way in found.ways],
-            "remarks": [] if found.question.quick else list(remarks(found)),
-            "command": options.command,
-            "chosen": index,
-            "timeline": spans_as_data(spans),
-        }
-
     def _offers(self) -> dict[str, Any]:
         own = self._options.model
         listed = prices()
-        start = {name: getattr(self._options, name) for name in _SETTINGS}
         return {
             "models": [own, *(name for name in CATALOGUE if name != own)],
             "devices": {
@@ -275,7 +199,6 @@ class PlanService:
                     "title": device.title or name,
                     "capacity_bytes": device.capacity_bytes.value if device.capacity_bytes else None,
                     "has_fabric": device.nic is not None,
-                    "has_host": device.host_link is not None,
                     "price": [price.per_gpu_hour, price.source, price.date] if (price := listed.get(name)) else None,
                 }
                 for name, device in self._devices.items()
@@ -283,17 +206,8 @@ class PlanService:
             "counts": list(_COUNTS),
             "per_node": PER_NODE,
             "targets": list(TARGETS),
-            "start": {
-                name: "1" if value is True else str(value)
-                for name, value in start.items()
-                if value is not None and value is not False and value != _DEFAULTS.get(name)
-            },
+            "start": as_settings(self._options),
         }
-
-
-_DEFAULTS: dict[str, Any] = {
-    name: field.default for name, field in PlanOptions.__dataclass_fields__.items() if name not in ("model", "cluster")
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,46 +236,3 @@ class _Watched:
     @property
     def has_default_length(self) -> bool:
         return self.source.has_default_length
-
-
-def _rows(found: PlanAnswer) -> list[int]:
-    """Return one candidate per strategy: the recommended one, the best that fits, or the smallest."""
-
-    def best(own: Sequence[Candidate]) -> Candidate:
-        if found.recommendation.best is not None and found.recommendation.best in own:
-            return found.recommendation.best
-        fitting = (best_of([one for one in own if one.fits == fits]) for fits in ("yes", "tight"))
-        return next(filter(None, fitting), None) or min(own, key=lambda one: one.memory.device_bytes)
-
-    names = dict.fromkeys(one.name for one in found.found)
-    return [found.found.index(best([one for one in found.found if one.name == name])) for name in names]
-
-
-def _chosen(found: PlanAnswer, *, name: str) -> int:
-    """Return the row of a strategy; without such a one, the recommended row or the last."""
-    rows = _rows(found)
-    own = next((row for row in rows if found.found[row].name == name), None)
-    best = found.recommendation.index
-    return own if own is not None else best if best is not None else rows[-1]
-
-
-def _shape(cluster: Cluster) -> dict[str, Any]:
-    return {
-        "device": cluster.device.name,
-        "num_ranks": cluster.num_ranks,
-        "num_nodes": cluster.num_nodes,
-        "per_node": cluster.devices_per_node,
-    }
-
-
-def _way(way: Candidate, *, found: PlanAnswer) -> dict[str, Any]:
-    """Return the setting of a way out, and the text of its button."""
-    options = changed_options(way, asked=found.question.plan, found=found.found)
-    setting = {name.removeprefix("--").replace("-", "_"): value or "1" for name, value in options.items()}
-    texts = [f"{name.removeprefix('--')} {value}".strip() for name, value in options.items()]
-    if way.cluster.num_ranks != found.found[0].cluster.num_ranks:
-        setting["cluster"] = str(way.cluster)
-        texts.insert(0, f"{way.cluster.num_ranks} GPUs")
-    *before, last = texts
-    text = f"{', '.join(before)} and {last}" if before else last
-    return {"text": f"{text}{in_host_memory(way)}", "setting": setting}

@@ -77,8 +77,7 @@ const plannerPage = (() => {
     at("precision").value = state.precision || "bf16";
     for (const input of at("recompute").querySelectorAll("input")) input.checked = input.value === (state.recompute || "none");
     at("host").value = host();
-    at("host").disabled = !offered.has_host;
-    at("host-note").textContent = !offered.has_host ? "What links this GPU to host memory is not known." : host() === "backward" ? "Gradients cannot be clipped by their norm then." : "";
+    at("host-note").textContent = host() === "backward" ? "Gradients cannot be clipped by their norm then." : "";
     for (const id of ["tokens", "price"]) {
       at(`${id}-control`).hidden = shown !== null && shown.seq === null;
       if (document.activeElement !== at(id)) at(id).value = state[id] ?? "";
@@ -97,7 +96,7 @@ const plannerPage = (() => {
     at("device").addEventListener("change", change(({ value }) => {
       const gpus = cluster().gpus;
       state.cluster = `1x${value}`;
-      return { cluster: clusterOf(nearest(counts(), gpus), value), budget: "", price: "", ...(cluster().offered.has_host ? {} : HOSTS.none) };
+      return { cluster: clusterOf(nearest(counts(), gpus), value), budget: "", price: "" };
     }));
     at("gpus").addEventListener("input", change(({ value }) => ({ cluster: clusterOf(counts()[value], cluster().device) })));
     at("batch").addEventListener("input", change(({ value }) => ({ micro_batch: BATCHES[value] === null ? "" : `${BATCHES[value]}` })));
