@@ -16,10 +16,10 @@ def serve_page(options: PlanOptions, *, port: int, opens: bool) -> None:
         )
     service = PlanService(options)
     with PlannerServer(service.answers, port=port) as server:
-        print(f"{server.address} (Ctrl+C to stop)", flush=True)
-        if opens:
-            _open(server.address)
         try:
+            print(f"{server.address} (Ctrl+C to stop)", flush=True)
+            if opens:
+                _open(server.address)
             server.serve_forever()
         except KeyboardInterrupt:
             print()
