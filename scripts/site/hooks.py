@@ -1,8 +1,7 @@
 """What mkdocs cannot do by itself: pages whose text lies elsewhere, and links that leave docs/.
 
 README.md is the home page. A file of the repository that a page links to (code, results) becomes a part of the site, so
-that every link is checked and works without the repository. The reference is made from the code (reference.py), and so
-is the planner page (planner_file.py).
+that every link is checked and works without the repository. The reference is made from the code (reference.py).
 """
 
 import re
@@ -18,7 +17,6 @@ from mkdocs.structure.pages import Page
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from planner_file import URI, planner_file
 from reference import command_line_page, config_page, python_page
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +34,6 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, "reference/python.md", content=python_page()))
     files.append(File.generated(config, "reference/command-line.md", content=command_line_page()))
     files.append(File.generated(config, "reference/config.md", content=config_page()))
-    files.append(File.generated(config, URI, abs_src_path=str(planner_file())))
     for path in outside_paths():
         if path.suffix == ".json":
             files.append(File.generated(config, site_uri(path), abs_src_path=str(ROOT / path)))

@@ -45,6 +45,8 @@ _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 # A model of which only its size is known still needs units to shard: equal blocks, and a little at the root.
 _NUM_BLOCKS = 40
 _ROOT_PART = 50
+# Models with rotary positions have no longest sample of their own.
+_LONGEST = 131_072
 
 
 class Source:
@@ -156,6 +158,16 @@ class Source:
         if self._is_given or ":" in self.reference:
             return False
         return isinstance(shape_of(self.reference), GPTShape | LlamaShape)
+
+    @property
+    def longest_sample(self) -> int | None:
+        """The longest sample that needs no other trace, in tokens; None if each length needs its own."""
+        if self._architecture is not None:
+            return _LONGEST
+        shape = shape_of(self.reference) if self._is_shipped else None
+        if isinstance(shape, GPTShape):
+            return shape.max_seq
+        return _LONGEST if isinstance(shape, TokenShape) else None
 
     def release(self) -> None:
         """Drop the model that was made to trace it, and keep its spec; another trace makes the model again."""

@@ -19,15 +19,14 @@ import yaml
 from report.chromium import Page, needs_chromium, page
 
 import shardwise
-from shardwise.cli import plan_page
 from shardwise.cli.app import app
 from shardwise.files.keys import reference
 from shardwise.train.config import SECTIONS
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = {"reference/python.md", "reference/command-line.md", "reference/config.md"}
-GENERATED = {"index.md", "contributing.md", "changes.md", "planner-page.html", *REFERENCE}
-MODULES = ("pictures", "line_chart", "fp8_picture", "frontier_picture", "reference", "planner_file")
+GENERATED = {"index.md", "contributing.md", "changes.md", *REFERENCE}
+MODULES = ("pictures", "line_chart", "fp8_picture", "frontier_picture", "reference")
 
 
 @pytest.fixture
@@ -91,25 +90,17 @@ def test_names_with_their_meaning_become_a_table(site: dict[str, ModuleType]) ->
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site as `make docs` builds it, with one model instead of all. A link that leads nowhere would be an error."""
+    """The site as `make docs` builds it, A link that leads nowhere would be an error."""
     load_config = pytest.importorskip("mkdocs.config").load_config
     build = pytest.importorskip("mkdocs.commands.build").build
     folder = tmp_path_factory.mktemp("site")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "scripts" / "site"))
         patch.setenv("NO_MKDOCS_2_WARNING", "1")
-        patch.setattr(plan_page, "STATIC_MODELS", ("gpt-tiny",))
-        patch.setattr(importlib.import_module("planner_file"), "KEPT", folder / "kept")
         build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder / "site"), strict=True))
         for name in MODULES:
             sys.modules.pop(name, None)
     return folder / "site"
-
-
-def test_the_built_site_holds_the_planner_page_and_its_menu_links_to_it(built: Path) -> None:
-    page = (built / "planner-page.html").read_text()
-    assert page.count('<script type="application/json" id="model-') == 2
-    assert '<a href="planner-page.html" class="md-nav__link">' in (built / "index.html").read_text()
 
 
 FIRST = {
@@ -189,19 +180,6 @@ def test_pages_outside_of_measurements_have_at_most_30000_words() -> None:
     (measurements,) = [part["Measurements"] for part in navigation() if "Measurements" in part]
     others = {page.name for page in (ROOT / "docs").glob("*.md")} - set(_pages(measurements))
     assert sum(len((ROOT / "docs" / name).read_text().split()) for name in others) <= 30_000
-
-
-def test_the_planner_page_of_the_site_is_made_again_only_after_a_change(
-    site: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    planner_file, made = site["planner_file"], []
-    monkeypatch.setattr(planner_file, "KEPT", tmp_path)
-    monkeypatch.setattr(planner_file, "page_text", lambda: made.append("page") or f"page {len(made)}")
-    first = planner_file.planner_file()
-    assert planner_file.planner_file() == first
-    monkeypatch.setattr(planner_file, "sources_hash", lambda: "changed")
-    assert planner_file.planner_file().read_text() == "page 2"
-    assert [path.name for path in tmp_path.iterdir()] == ["changed.html"]
 
 
 def navigation() -> list[dict[str, object]]:

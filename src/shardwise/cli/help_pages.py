@@ -57,7 +57,7 @@ OPTIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
         "Time and cost of a training": ("--tokens", "--price"),
         "Output": ("--save", "--frontier", "--scale", "--timeline", "--json", "--help"),
-        "Planner page": ("--serve", "--port", "--page"),
+        "Planner page": ("--serve", "--port", "--browser"),
     },
 }
 

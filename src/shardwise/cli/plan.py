@@ -5,20 +5,7 @@ import json
 from typer import Exit
 
 from shardwise.cli import plan_flags as flags
-from shardwise.cli.plan_options import (
-    SoftwareOptions,
-    check_names,
-    hybrid_mesh,
-    parse_count,
-    parse_host_memory,
-    parse_mesh,
-    parse_offload,
-    parse_recompute,
-    parse_tile,
-    planned_cluster,
-    source_of,
-    system_settings,
-)
+from shardwise.cli.plan_question import PAGE_CLUSTER, PAGE_MODEL, PlanOptions, question_of
 from shardwise.cli.shared_options import (
     AsJson,
     ImageSize,
@@ -33,8 +20,6 @@ from shardwise.cli.shared_options import (
 )
 from shardwise.errors import InvalidPlan
 from shardwise.plan.policy import AUTO_UNITS
-from shardwise.spec.adaptation import adaptation_of
-from shardwise.vocabulary.quantities import byte_count
 
 
 def plan(
@@ -85,76 +70,37 @@ def plan(
     save: SavedPlan = None,
     serve: flags.Serve = False,
     port: flags.Port = 8765,
-    page: flags.PageFile = None,
+    opens: flags.Opens = True,
 ) -> None:
     """Predict memory and speed of every strategy, and recommend one."""
-    if serve or page is not None:
-        from shardwise.cli.plan_page import serve_page, write_page
-
-        if page is not None:
-            write_page(page, model=model, cluster=cluster)
-        if serve:
-            serve_page(model=model, cluster=cluster, seq=seq, image=image, port=port)
-        return
+    if serve:
+        model, cluster = model or PAGE_MODEL, cluster or PAGE_CLUSTER
     if model is None or cluster is None:
         raise InvalidPlan(
             "plan needs a model and a cluster: shardwise plan llama-3.1-8b --cluster 8xh100-80gb; or a page on which "
             "both are chosen: shardwise plan --serve"
         )
-    check_names(goal=goal, optimizer=optimizer)
-    from shardwise.cli.plan_answer import PlanQuestion, answer
-    from shardwise.cli.plan_output import as_data, show
-    from shardwise.plan import Plan
-
-    where = planned_cluster(
-        cluster,
-        devices=devices,
-        software=SoftwareOptions(preset=software, attention=attention, matmul=matmul, norms=norms),
-        matmul_precision=matmul_precision,
-        here=here,
-        fabric_gbps=fabric_gbps,
-        host_bytes=parse_host_memory(host_memory, option="--host-memory"),
-    )
-    chosen = system_settings(
-        like, model=model, engine=engine, strategy=strategy, precision=precision, reduce_dtype=reduce_dtype,
-        accumulate_reduced=accumulate_reduced, overlap=overlap, loss=loss, tile=parse_tile(tile),
+    options = PlanOptions(
+        model=model, cluster=cluster, fabric_gbps=fabric_gbps, strategy=strategy, micro_batch=micro_batch, seq=seq,
+        image=image, precision=precision, recompute=recompute, global_batch=global_batch, accumulate=accumulate,
+        accumulate_reduced=accumulate_reduced, update=update, mesh=mesh, units=units, reduce_dtype=reduce_dtype,
+        budget=budget, host_memory=host_memory, offload=offload, lora=lora, lora_targets=lora_targets,
+        quantize=quantize, optimizer=optimizer, goal=goal, engine=engine, devices=devices, software=software,
+        attention=attention, matmul=matmul, norms=norms, matmul_precision=matmul_precision, compile=compile_with,
+        capture=capture, like=like, overlap=overlap, tile=tuple(tile or ()), loss=loss, here=here, tokens=tokens,
+        price=price, frontier=frontier, scale=scale, timeline=timeline,
     )  # fmt: skip
-    asked = Plan(
-        micro_batch=micro_batch,
-        accumulate=accumulate,
-        accumulate_reduced=chosen.accumulate_reduced,
-        update=update,
-        mesh=parse_mesh(mesh) or hybrid_mesh(chosen.strategy, cluster=where),
-        units=units,
-        precision=precision,
-        reduce_dtype=chosen.reduce_dtype,
-        piece_bytes=0 if chosen.system.is_foreign else None,
-        tile=chosen.tile,
-        engine=chosen.engine,
-        compile=compile_with,
-        capture=capture,
-        **parse_recompute(recompute),
-        **parse_offload(offload),
-    )
-    adaptation = adaptation_of(lora, targets=lora_targets, quantize=quantize, precision=precision)
-    question = PlanQuestion(
-        source=source_of(model, seq=seq, image=image, loss=loss, chosen=chosen, adaptation=adaptation),
-        plan=asked,
-        strategy=chosen.strategy,
-        cluster=where,
-        optimizer=optimizer,
-        goal=goal,
-        system=chosen.system,
-        like=chosen.text,
-        budget_bytes=None if budget is None else byte_count(budget, key="--budget"),
-        global_batch=global_batch,
-        num_tokens=parse_count(tokens, option="--tokens"),
-        price_per_gpu_hour=price,
-        scales=scale,
-        has_frontier=frontier,
-        has_timeline=timeline,
-    )
-    found = answer(question)
+    if serve:
+        from shardwise.cli.plan_page import serve_page
+
+        if as_json or save is not None:
+            raise InvalidPlan("--serve: the page saves plans and answers itself; --json and --save are without it")
+        serve_page(options, port=port, opens=opens)
+        return
+    from shardwise.cli.plan_answer import answer
+    from shardwise.cli.plan_output import as_data, show
+
+    found = answer(question_of(options))
     if save is not None:
         found.save(save)
     if as_json:

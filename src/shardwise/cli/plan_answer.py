@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from shardwise.cli.strategies import strategies_for_engine, strategy_names
 from shardwise.errors import InvalidPlan
@@ -23,10 +24,28 @@ from shardwise.planner.systems import OWN, System
 from shardwise.planner.time.fabric_range import needed_bytes_per_s
 from shardwise.planner.time.step_time import timeline
 from shardwise.report.text.verdict import no_fit, reasons
-from shardwise.sources import Source
+from shardwise.spec import ModelSpec
 from shardwise.vocabulary.span import Span
 
 _CLEARLY_FASTER = 0.95
+
+
+class PlannedModel(Protocol):
+    """What a question needs to know of its model: `Source` has it."""
+
+    @property
+    def reference(self) -> str: ...
+
+    @property
+    def loss(self) -> str: ...
+
+    @property
+    def has_other_loss(self) -> bool: ...
+
+    @property
+    def has_default_length(self) -> bool: ...
+
+    def spec_for(self, plan: Plan) -> ModelSpec: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +55,10 @@ class PlanQuestion(AutoRequest):
     system        the system that is predicted, if it is another one; `like`: what it has set, as a sentence
     strategy      a strategy, all of them, or auto: all of them and the solver's plan
     num_tokens, price_per_gpu_hour    of a complete training run, whose cost is then shown
+    quick         without the allocator's model, the solver, and what is said about other plans
     """
 
-    source: Source
+    source: PlannedModel
     strategy: str
     system: System = OWN
     like: str = ""
@@ -54,6 +74,7 @@ class PlanAnswer:
     """The answer.
 
     found           the rows of the table; `recommendation.index` is one of them
+    ways            where nothing fits: the smallest changes with which something does
     fits            whether any of them fits
     needed_bytes_per_s    bandwidth of a node below which communication bounds the recommended plan; None for one node
     captured        the recommended plan in CUDA graphs, as `shardwise train` runs it by default; None unless that is
@@ -66,6 +87,7 @@ class PlanAnswer:
     found: list[Candidate]
     recommendation: Recommendation
     why: str
+    ways: list[Candidate]
     fits: bool
     needed_bytes_per_s: float | None
     captured: Candidate | None
@@ -95,13 +117,15 @@ def answer(question: PlanQuestion) -> PlanAnswer:
         goal=question.goal,
         system=question.system,
         global_batch=question.global_batch,
+        quick=question.quick,
     )
-    if AUTO in strategy_names(question.strategy, mesh=question.plan.mesh):
+    ways: list[Candidate] = []
+    if AUTO in strategy_names(question.strategy, mesh=question.plan.mesh) and not question.quick:
         found, chosen, why = _with_auto(question, found)
     else:
-        chosen = recommend(found, goal=question.goal, spec_for=spec_for, optimizer=optimizer)
+        chosen = recommend(found, goal=question.goal, spec_for=spec_for, optimizer=optimizer, quick=question.quick)
         why = reasons(chosen)
-        if chosen.reason is Reason.NOTHING_FITS:
+        if chosen.reason is Reason.NOTHING_FITS and not question.quick:
             ways = ways_out(spec_for, plan=question.plan, strategies=strategies, cluster=cluster, optimizer=optimizer)
             why = no_fit(ways, asked=question.plan, found=found)
     return PlanAnswer(
@@ -109,6 +133,7 @@ def answer(question: PlanQuestion) -> PlanAnswer:
         found=found,
         recommendation=chosen,
         why=why,
+        ways=ways,
         fits=chosen.reason is not Reason.NOTHING_FITS,
         needed_bytes_per_s=_needed(question, chosen.best),
         captured=_captured(question, chosen.best, capture="on"),
@@ -152,7 +177,7 @@ def _captured(question: PlanQuestion, best: Candidate | None, *, capture: str) -
 
     Under `capture = auto` only the run decides whether a step is captured, so the table shows ordinary steps.
     """
-    if best is None or best.time is None or best.cluster.device.name == "cpu":
+    if question.quick or best is None or best.time is None or best.cluster.device.name == "cpu":
         return None
     plan = best.plan
     if not LIMITS[plan.engine].has("capture") or question.system.name or plan.capture != "auto":
@@ -172,7 +197,13 @@ def _compiled(question: PlanQuestion, best: Candidate | None) -> Candidate | Non
     tracing compiled tiles takes longer than the whole search, and most of such a step is attention, which compiling
     does not change.
     """
-    if best is None or best.label != AUTO or question.plan.compile != "none" or best.cluster.device.name == "cpu":
+    if (
+        question.quick
+        or best is None
+        or best.label != AUTO
+        or question.plan.compile != "none"
+        or best.cluster.device.name == "cpu"
+    ):
         return None
     if best.plan.tile:
         return None
@@ -181,14 +212,16 @@ def _compiled(question: PlanQuestion, best: Candidate | None) -> Candidate | Non
 
 def _clearly_faster(question: PlanQuestion, plan: Plan, *, than: Candidate) -> Candidate | None:
     """Return the cost of the plan; None unless its steps are clearly shorter."""
-    found = cost(question.source.spec_for(plan), plan=plan, cluster=than.cluster, optimizer=question.optimizer)
-    if found.time is None or than.time is None:
+    spec = question.source.spec_for(plan)
+    # The allocator's model takes most of the time, and does not change that of a step.
+    quick = cost(spec, plan=plan, cluster=than.cluster, optimizer=question.optimizer, quick=True)
+    if quick.time is None or than.time is None or quick.time.step_seconds >= _CLEARLY_FASTER * than.time.step_seconds:
         return None
-    return found if found.time.step_seconds < _CLEARLY_FASTER * than.time.step_seconds else None
+    return cost(spec, plan=plan, cluster=than.cluster, optimizer=question.optimizer)
 
 
 def _needed(question: PlanQuestion, best: Candidate | None) -> float | None:
-    if best is None or best.time is None or best.cluster.num_nodes == 1:
+    if question.quick or best is None or best.time is None or best.cluster.num_nodes == 1:
         return None
     return needed_bytes_per_s(
         question.source.spec_for(best.plan),

@@ -138,8 +138,6 @@ HourlyPrice = Annotated[float | None, Option("--price", help="Price per GPU-hour
 Frontier = Annotated[bool, Option("--frontier", help="Also show the best speed for every memory budget.")]
 Scale = Annotated[bool, Option("--scale", help="Also show the best plan on 8 to 16,384 devices.")]
 Timeline = Annotated[bool, Option("--timeline", help="Also show what each queue does in a step.")]
-Serve = Annotated[bool, Option("--serve", help="Serve the planner page, on this machine only.")]
+Serve = Annotated[bool, Option("--serve", help="Serve the planner page, on this machine only, and open it.")]
 Port = Annotated[int, Option("--port", min=0, max=65535, help="Port for --serve (0: any free port).")]
-PageFile = Annotated[
-    Path | None, Option("--page", help="Write the planner page as one HTML file that needs no server.")
-]
+Opens = Annotated[bool, Option("--browser/--no-browser", help="Open the page of --serve in the browser.")]

@@ -64,7 +64,7 @@ def show(shown: PlanAnswer) -> None:
         console.print(frontier_table(shown.frontier))
     if shown.scaling is not None:
         console.print(scaling_table(shown.scaling))
-    for line in _remarks(shown):
+    for line in remarks(shown):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -82,7 +82,8 @@ def _heading(shown: PlanAnswer) -> str:
     )
 
 
-def _remarks(shown: PlanAnswer) -> Iterator[str]:
+def remarks(shown: PlanAnswer) -> Iterator[str]:
+    """Yield the lines below the table."""
     first = shown.found[0]
     if shown.question.like:
         yield shown.question.like

@@ -66,6 +66,8 @@ class Ledger:
     # Sizes of averaged gradients with a stream of their own.
     gradients: list[Line | ColumnSum] = field(default_factory=list)
     _num_slots: int = 0
+    # The entry of each slot's allocation.
+    _places: dict[int, int] = field(default_factory=dict)
     # Of the model's storages at this point.
     _stream: str = ""
     # Buffers of the engine by category, stream and size, oldest first.
@@ -113,6 +115,7 @@ class Ledger:
 
     def _allocate(self, size: Line | ColumnSum, *, stream: str = "") -> int:
         self._num_slots += 1
+        self._places[self._num_slots] = len(self.entries)
         self.entries.append((self._num_slots, size, stream))
         self._sizes[self._num_slots] = size
         return self._num_slots
@@ -170,10 +173,10 @@ class Ledger:
 
     def _move_apart(self, slots: Sequence[int]) -> None:
         """Have buffers that become gradients where these lie, from their allocation on."""
-        for number, (slot, size, _) in enumerate(self.entries):
-            if slot in slots and size is not None:
-                self.entries[number] = (slot, size, GRADIENTS)
-                self.gradients.append(size)
+        for slot in slots:
+            size = self._sizes[slot]
+            self.entries[self._places[slot]] = (slot, size, GRADIENTS)
+            self.gradients.append(size)
 
     def _zero_grad(self) -> None:
         for key in [key for key in self._buffers if key[0] == "grads"]:

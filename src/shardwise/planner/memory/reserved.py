@@ -178,13 +178,31 @@ class _Run:
         ]
 
     def replay(self, entries: Sequence[SizedEntry], held: HeldBlocks) -> HeldBlocks:
-        """Run entries of a step, starting with the blocks that earlier ones hold; return those held afterwards."""
-        allocate, free = self.allocate, self._free
+        """Run entries of a step, starting with the blocks that earlier ones hold; return those held afterwards.
+
+        `allocate` and `_free` are written out, since this is most of a search's time.
+        """
+        allocate, free = self.allocator.allocate, self.allocator.free
         for slot, num_bytes, stream in entries:
-            if num_bytes is not None:
-                held[slot] = allocate(num_bytes, stream), num_bytes
-            elif slot in held:
-                free(*held.pop(slot))
+            if num_bytes is None:
+                if slot in held:
+                    block, num_bytes = held.pop(slot)
+                    if block is None:
+                        self.small -= num_bytes
+                    else:
+                        self.requested -= num_bytes
+                        free(block)
+            elif num_bytes <= SMALL_BYTES:
+                self.small += num_bytes
+                if self.small > self.most_small:
+                    self.most_small = self.small
+                held[slot] = None, num_bytes
+            else:
+                held[slot] = allocate(num_bytes, stream=stream), num_bytes
+                self.requested += num_bytes
+                if self.allocator.allocated_bytes > self.peak:
+                    self.peak = self.allocator.allocated_bytes
+                    self.slack_at_peak = self.peak - self.requested
         return held
 
     def free_all(self, held: HeldBlocks) -> None:

@@ -92,10 +92,12 @@ class Recommendation:
     runner_up: RunnerUp | None = None
 
 
-def recommend(found: Sequence[Candidate], *, goal: str, spec_for: SpecFor, optimizer: str) -> Recommendation:
+def recommend(
+    found: Sequence[Candidate], *, goal: str, spec_for: SpecFor, optimizer: str, quick: bool = False
+) -> Recommendation:
     """Recommend the fastest that fits, or the simplest of those as fast; with goal `memory` the smallest.
 
-    If time cannot be predicted, recommend the simplest that fits.
+    If time cannot be predicted, recommend the simplest that fits. `quick`: without a runner-up.
     """
     for verdict in _VERDICTS:
         fitting = [candidate for candidate in found if candidate.fits == verdict]
@@ -113,7 +115,7 @@ def recommend(found: Sequence[Candidate], *, goal: str, spec_for: SpecFor, optim
             slower=1 - _relative(best, first) if is_behind else 0.0,
             fastest=first if is_behind else None,
             simpler=_simpler(best, found, first=first) if goal != "memory" else None,
-            runner_up=_runner_up(best, found, reason=reason, spec_for=spec_for, optimizer=optimizer),
+            runner_up=None if quick else _runner_up(best, found, reason=reason, spec_for=spec_for, optimizer=optimizer),
         )
     is_unknown = all(candidate.fits == "unknown" for candidate in found)
     return Recommendation(index=None, reason=Reason.CAPACITY_UNKNOWN if is_unknown else Reason.NOTHING_FITS)
@@ -122,7 +124,7 @@ def recommend(found: Sequence[Candidate], *, goal: str, spec_for: SpecFor, optim
 def best_of(fitting: Sequence[Candidate]) -> Candidate | None:
     """Return the simplest candidate within PAIR_BAND of the fastest; on one rank, which shards nothing, the simplest.
 
-    This is what "best" and "recommended" mean everywhere; the planner page has the same rule.
+    This is what "best" and "recommended" mean everywhere.
     """
     if not fitting:
         return None

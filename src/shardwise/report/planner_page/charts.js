@@ -48,13 +48,12 @@ const charts = (() => {
 
   const fitWords = { yes: "fits", tight: "tight", no: "does not fit" };
 
-  // One bar per strategy: bytes by category, and the capacity as a line.
-  function memoryBars(home, { rows, categories, capacity, chosen, onChoose }) {
+  // One bar per strategy: its bytes as parts [name, bytes], and the capacity as a line. Without `onChoose` none can be chosen.
+  function memoryBars(home, { rows, capacity, chosen, onChoose }) {
     const most = Math.max(capacity * 1.08, ...rows.map((row) => Math.min(row.device, capacity * 2.5)));
     const drawn = rows.map((row) => {
       let at = 0;
-      const parts = [...row.breakdown.map((bytes, index) => [categories[index], bytes]), ["unused", row.reserved - row.allocated], ["context", row.device - row.reserved]];
-      const rects = parts.filter(([, bytes]) => bytes > 0).map(([name, bytes]) => {
+      const rects = row.parts.filter(([, bytes]) => bytes > 0).map(([name, bytes]) => {
         const from = Math.min(at / most, 1);
         at += bytes;
         const width = Math.min(at / most, 1) - from;
@@ -65,8 +64,9 @@ const charts = (() => {
       const cut = isCut ? [svg("text", { class: "cut", x: "100%", y: 18, dx: -4, "text-anchor": "end" }, "»", svg("title", {}, `the bar goes on to ${gib(row.device)}`))] : [];
       const words = `${row.label}: ${gib(row.device)} of ${gib(capacity)}${isCut ? "; the bar is cut" : ""}`;
       const track = svg("svg", { class: "track", height: 24, role: "img", "aria-label": words }, ...rects, limit, ...cut);
-      const button = element("button", { type: "button", "aria-pressed": row === chosen, "data-strategy": row.strategy }, row.label, element("small", {}, `micro-batch ${row.batch}`));
-      button.addEventListener("click", () => onChoose(row));
+      const button = element("button", { type: "button", "aria-pressed": row === chosen, "data-strategy": row.name, disabled: onChoose ? null : "" },
+        row.label, element("small", {}, `micro-batch ${row.batch}`));
+      if (onChoose) button.addEventListener("click", () => onChoose(row));
       const value = element("div", { class: "value" }, gib(row.device), element("small", { class: row.fits }, fitWords[row.fits]));
       return element("div", { class: "bar" }, element("div", { class: "label" }, button), track, value);
     });
@@ -75,19 +75,24 @@ const charts = (() => {
     home.replaceChildren(...drawn, axis);
   }
 
-  // Lanes of a step: [what, name, start, end]. Spans shorter than a pixel are merged with the next one. A span that ends
-  // after the step ends in the next step, which looks the same: that part is drawn at the beginning.
-  function lanes(home, { spans, total, kinds }) {
-    const rows = new Map([["compute", []], ["gather", []], ["reduce", []], ["host", []], ["loads", []]]);
-    const wrapped = spans.filter((span) => span[3] > total).map(([what, name, start, end]) => [what, name, Math.max(start - total, 0), end - total]);
-    const inside = spans.filter((span) => span[2] < total).map(([what, name, start, end]) => [what, name, start, Math.min(end, total)]);
-    for (const [what, name, start, end] of [...wrapped, ...inside]) {
-      const word = name.split(" ")[0];
-      const lane = { [kinds.SENT]: word, [kinds.STREAMED]: "host", [kinds.LOADED]: "loads" }[what] ?? "compute";
-      const kind = lane !== "compute" ? lane : what === kinds.PIECE ? word : what === kinds.UPDATE ? "update" : "copy";
-      const list = rows.get(lane) ?? rows.get("reduce"), last = list[list.length - 1];
-      if (last && last.kind === kind && start - last.end < total / 900) last.end = Math.max(end, last.end);
-      else list.push({ kind, name, start, end });
+  // The kind of a span, which is its colour.
+  const COMPUTED = ["forward", "backward", "update"];
+  function kindOf({ queue, name }) {
+    const word = name.split(" ")[0];
+    return queue !== "compute" ? queue : COMPUTED.includes(word) ? word : "copy";
+  }
+
+  // Lanes of a step from the spans of `plan --timeline`. Spans shorter than a pixel are merged with the next one. A span
+  // that ends after the step ends in the next step, which looks the same: that part is drawn at the beginning.
+  function lanes(home, { spans, total }) {
+    const rows = new Map([["compute", []], ["gather", []], ["reduce", []]]);
+    const all = spans.map((span) => ({ kind: kindOf(span), queue: span.queue, name: span.name, start: span.start_seconds, end: span.end_seconds }));
+    const wrapped = all.filter((span) => span.end > total).map((span) => ({ ...span, start: Math.max(span.start - total, 0), end: span.end - total }));
+    const inside = all.filter((span) => span.start < total).map((span) => ({ ...span, end: Math.min(span.end, total) }));
+    for (const span of [...wrapped, ...inside]) {
+      const list = rows.get(span.queue) ?? rows.get("reduce"), last = list[list.length - 1];
+      if (last && last.kind === span.kind && span.start - last.end < total / 900) last.end = Math.max(span.end, last.end);
+      else list.push({ ...span });
     }
     const drawn = [...rows].filter(([lane, list]) => list.length || lane === "compute")
       .map(([lane, list]) => element("div", { class: "bar" }, element("div", { class: "label" }, lane), laneOf(lane, list, total)));

@@ -1,161 +1,124 @@
-"""`shardwise plan --serve`: the planner page from a small server that only this machine can reach."""
+"""A small HTTP server for one page, which only this machine and only that page can reach.
 
+It listens on the loopback address. Each address begins with a random token, which other programs of this machine do not
+know; requests for another host, as a name that leads here would send them, and of other origins are refused.
+"""
+
+import hmac
 import json
-import threading
-from collections.abc import Callable
+import secrets
+import sys
+import traceback
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
-from shardwise.errors import InvalidModel, InvalidPlan, ShardwiseError
-from shardwise.files.data_file import UnreadableFile, parse_json, parse_toml
-from shardwise.models.catalogue import CATALOGUE
-from shardwise.plan import Plan
-from shardwise.report.planner_page.model_laws import model_data
-from shardwise.report.planner_page.page_plans import DEVICE_COUNTS
-from shardwise.report.planner_page.planner_document import catalogue_model, planner_page
-from shardwise.report.planner_page.trace_apart import trace_apart
-from shardwise.sources import Source
+from shardwise.errors import InvalidPlan, ShardwiseError
 
 HOST = "127.0.0.1"
-_MOST_BYTES = 2**20
-_MOST_TRACES = 2
-_MOST_SIGNS = 1000
+_MOST_SIGNS = 4000
+_MOST_SETTINGS = 40
 # A client that sends less than it has announced.
 _REQUEST_SECONDS = 30.0
-# Tokens per sample of a dropped config.json, unless its model has fewer positions.
-_TRACED_SEQ = 2048
-_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-
-Exports = Callable[[Plan, int, str], dict[str, Any]]
-"""(plan, number of devices, target) → files, and the settings that were left out."""
 
 
-class PlannerService:
-    """The data that the server offers: the page, and models by name, each made once.
+class Superseded(ShardwiseError):  # noqa: N818
+    """A newer question has come, so that nobody waits for this answer."""
 
-    The command's own models are made one at a time, because traces share torch's global state; those of config files
-    in processes of their own, at most _MOST_TRACES at once.
-    """
 
-    def __init__(self, *, start: dict[str, Any], own: Source | None, targets: list[str], exports: Exports) -> None:
-        self._lock = threading.Lock()
-        self._traces = threading.Semaphore(_MOST_TRACES)
-        self._models: dict[str, dict[str, Any]] = {}
-        self._exports = exports
-        self._own = own
-        names = [own.reference] if own is not None else []
-        offers = {"models": [*names, *(name for name in CATALOGUE if name not in names)], "targets": targets}
-        self.page = planner_page([self.model(start["model"])], start=start, server=offers)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """An HTML document; with a `file_name` the browser saves it."""
 
-    def model(self, name: str) -> dict[str, Any]:
-        """Return the data of a catalogue model, of the model that the command named, or of one that was traced here."""
-        with self._lock:
-            if name not in self._models:
-                if name in CATALOGUE:
-                    self._models[name] = catalogue_model(name)
-                elif self._own is not None and name == self._own.reference:
-                    self._models[name] = model_data(self._own.spec_for, name=name, longest=None)
-                else:
-                    raise InvalidModel(f"{name[:100]}: is not a model of this page")
-            return self._models[name]
+    text: str
+    file_name: str = ""
 
-    def trace(self, config: bytes) -> dict[str, Any]:
-        """Trace the model of a Hugging Face config.json, and return its data."""
+
+Asked = dict[str, str]
+Answers = Mapping[str, Callable[[Asked], Document | dict[str, Any]]]
+"""Name after the token in the address → the answer to a query; the page itself has the name ""."""
+
+
+class PlannerServer(ThreadingHTTPServer):
+    """Serves `answers` on the loopback address; port 0 chooses a free one."""
+
+    def __init__(self, answers: Answers, *, port: int) -> None:
+        self.answers = answers
+        self.token = secrets.token_urlsafe(24)
         try:
-            given = parse_json(config)
-        except UnreadableFile as error:
-            raise InvalidModel(f"the file {error}") from error
-        if not isinstance(given, dict) or "model_type" not in given:
-            raise InvalidModel("the file is not a Hugging Face config.json: it has no model_type")
-        lengths = [given[key] for key in _POSITIONS if isinstance(given.get(key), int)]
-        if not self._traces.acquire(blocking=False):
-            raise InvalidModel(f"{_MOST_TRACES} models are being traced: try again when they are done")
-        try:
-            data = trace_apart(config, seq=max(1, min([_TRACED_SEQ, *lengths])))
-        finally:
-            self._traces.release()
-        kind = "".join(sign for sign in str(given["model_type"]) if sign.isalnum() or sign in "-_")[:40]
-        with self._lock:
-            number = sum(name.startswith(f"{kind} (") for name in self._models) + 1
-            name = f"{kind} (config {number})"
-            self._models[name] = data | {"name": name}
-            return self._models[name]
+            super().__init__((HOST, port), _Handler)
+        except OSError as error:
+            raise InvalidPlan(f"--port {port}: cannot be used ({error.strerror})") from error
 
-    def export(self, plan: bytes, asked: dict[str, str]) -> dict[str, Any]:
-        """Return the files of a plan, given as TOML, for the target in `asked`."""
-        try:
-            table = parse_toml(plan.decode())
-        except UnicodeDecodeError as error:
-            raise InvalidPlan(f"the plan is not text in UTF-8 (byte {error.start})") from error
-        except UnreadableFile as error:
-            raise InvalidPlan(f"the plan {error}") from error
-        counts = {str(count): count for count in DEVICE_COUNTS}
-        if (gpus := asked.get("gpus", "")) not in counts:
-            raise InvalidPlan(f"gpus = {gpus[:20]}: must be one of {', '.join(counts)}")
-        return self._exports(Plan.from_dict(table), counts[gpus], asked.get("to", ""))
+    @property
+    def address(self) -> str:
+        return f"http://{HOST}:{self.server_port}/{self.token}/"
 
 
-_Routes = dict[str, Callable[[dict[str, str], bytes], Any]]
-"""Path → what answers a request, given its query and its body."""
+class _Refused(Exception):  # noqa: N818
+    def __init__(self, status: HTTPStatus, why: str) -> None:
+        super().__init__(why)
+        self.status = status
 
 
 class _Handler(BaseHTTPRequestHandler):
-    service: PlannerService
+    server: PlannerServer
     timeout = _REQUEST_SECONDS
 
     def do_GET(self) -> None:
-        # Browsers always request an icon.
-        routes: _Routes = {"/": lambda _, __: self.service.page, "/favicon.ico": lambda _, __: ""}
-        self._answer(routes | {"/model": lambda asked, _: self.service.model(asked.get("name", ""))})
-
-    def do_POST(self) -> None:
-        routes: _Routes = {"/trace": lambda _, body: self.service.trace(body)}
-        self._answer(routes | {"/export": lambda asked, body: self.service.export(body, asked)})
-
-    def _answer(self, routes: _Routes) -> None:
+        status = HTTPStatus.OK
+        answer: Document | dict[str, Any]
         try:
-            status, answer = self._answered(routes)
+            answer = self._answer()
+        except _Refused as error:
+            status, answer = error.status, {"error": str(error)}
+        except Superseded as error:
+            status, answer = HTTPStatus.CONFLICT, {"error": str(error)}
+        except ShardwiseError as error:
+            status, answer = HTTPStatus.BAD_REQUEST, {"error": str(error).partition("\n")[0][:_MOST_SIGNS]}
         except Exception as error:
-            # Whatever a request makes of the server, it gets one line.
-            line = str(error) if isinstance(error, ShardwiseError) else f"{type(error).__name__}: {error}"
-            status, answer = HTTPStatus.BAD_REQUEST, {"error": line[:_MOST_SIGNS]}
+            # A mistake of ours: the page gets one line, the terminal all of it.
+            traceback.print_exc(file=sys.stderr)
+            line = f"{type(error).__name__}: {error}".partition("\n")[0]
+            status, answer = HTTPStatus.INTERNAL_SERVER_ERROR, {"error": line[:_MOST_SIGNS]}
         # The client may be gone.
         with suppress(ConnectionError):
             self._send(status, answer)
 
-    def _answered(self, routes: _Routes) -> tuple[HTTPStatus, Any]:
-        address = urlsplit(self.path)
-        asked = {name: values[-1] for name, values in parse_qs(address.query).items()}
+    def _answer(self) -> Document | dict[str, Any]:
+        if len(self.path) > _MOST_SIGNS:
+            raise _Refused(HTTPStatus.BAD_REQUEST, f"the address is longer than {_MOST_SIGNS:,} characters")
         if not self._is_from_here():
-            return HTTPStatus.FORBIDDEN, {"error": "this server answers its own page only"}
-        if address.path not in routes:
-            return HTTPStatus.NOT_FOUND, {"error": f"{address.path[:100]}: there is no such thing here"}
-        return HTTPStatus.OK, routes[address.path](asked, self._body())
+            raise _Refused(HTTPStatus.FORBIDDEN, "this server answers its own page only")
+        address = urlsplit(self.path)
+        token, slash, name = address.path.removeprefix("/").partition("/")
+        is_ours = hmac.compare_digest(token.encode(), self.server.token.encode())
+        if not is_ours or not slash or name not in self.server.answers:
+            raise _Refused(
+                HTTPStatus.NOT_FOUND, "there is nothing at this address: open the one that the command has printed"
+            )
+        return self.server.answers[name](_asked(address.query))
 
     def _is_from_here(self) -> bool:
         """Return whether the request is from our own page: another site could reach this server under its own name."""
-        assert isinstance(self.server, ThreadingHTTPServer)
         names = [f"{name}:{self.server.server_port}" for name in (HOST, "localhost")]
         origin = self.headers.get("Origin")
-        return self.headers.get("Host") in names and (origin is None or origin.removeprefix("http://") in names)
+        return self.headers.get("Host") in names and origin in (None, *(f"http://{name}" for name in names))
 
-    def _body(self) -> bytes:
-        length = int(self.headers.get("Content-Length") or 0)
-        if not 0 <= length <= _MOST_BYTES:
-            raise InvalidModel(f"the file has {length:,} bytes; at most {_MOST_BYTES:,} are read")
-        return self.rfile.read(length)
-
-    def _send(self, status: HTTPStatus, answer: str | dict[str, Any]) -> None:
-        is_page = isinstance(answer, str)
-        data = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
+    def _send(self, status: HTTPStatus, answer: Document | dict[str, Any]) -> None:
+        data = (answer.text if isinstance(answer, Document) else json.dumps(answer, allow_nan=False)).encode()
         self.send_response(status)
-        self.send_header("Content-Type", f"{'text/html' if is_page else 'application/json'}; charset=utf-8")
+        kind = "text/html" if isinstance(answer, Document) else "application/json"
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(data)))
-        self.send_header("Cache-Control", "no-store")
-        self.send_header("X-Content-Type-Options", "nosniff")
+        if isinstance(answer, Document) and answer.file_name:
+            self.send_header("Content-Disposition", f'attachment; filename="{answer.file_name}"')
+        for name, value in _HEADERS.items():
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(data)
 
@@ -163,10 +126,22 @@ class _Handler(BaseHTTPRequestHandler):
         """Log nothing."""
 
 
-def planner_server(service: PlannerService, *, port: int) -> ThreadingHTTPServer:
-    """Return a server on the loopback address; port 0 chooses a free one."""
-    handler = type("PlannerHandler", (_Handler,), {"service": service})
+# The address holds the token, so it goes to no other site, and no other site shows the page.
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+
+
+def _asked(query: str) -> Asked:
+    """Return the names and values of a query, each name once."""
     try:
-        return ThreadingHTTPServer((HOST, port), handler)
-    except OSError as error:
-        raise InvalidPlan(f"--port {port}: cannot be used ({error.strerror})") from error
+        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query), max_num_fields=_MOST_SETTINGS)
+    except ValueError as error:
+        raise InvalidPlan(f"the settings in the address cannot be read ({error})") from error
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise InvalidPlan("the settings in the address have a name twice")
+    return found

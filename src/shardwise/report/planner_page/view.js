@@ -1,182 +1,136 @@
-// What the page shows: verdict, numbers, charts and tables. `page`: {hardware, state, training, shown, choose(row), apply(change)}.
+// What the page shows of an answer of the server: verdict, numbers, charts and tables. All numbers are Python's.
 "use strict";
 
-const pageView = (page) => {
+const answerView = ({ onChoose = null, onApply = null } = {}) => {
   const { element, gib, significant, whole, seconds, fitWords } = charts;
   const at = (id) => document.getElementById(id);
   const GIB = 2 ** 30;
-  const speed = (time) => (time.tokensPerSecondPerDevice === null ? [time.samplesPerSecond, "samples/s"] : [time.tokensPerSecondPerDevice, "tokens/s/GPU"]);
-  const hostWords = {
-    none: "nothing in host memory", states: "states in host memory", backward: "states in host memory, updated inside backward",
-    all: "states and activations in host memory",
-  };
   const share = (part) => `${(100 * part).toFixed(part < 0.0995 ? 1 : 0).replace(".0", "")}%`;
-  const title = () => page.hardware.devices[page.state.device].title || page.state.device;
+  const speed = (one) => (one.tokens_per_s_per_gpu === null ? [one.samples_per_s, "samples/s"] : [one.tokens_per_s_per_gpu, "tokens/s/GPU"]);
+  const categories = (one) => Object.keys(one.breakdown_bytes);
+  let shown = null;
 
-  const usesHost = () => page.shown.asked.host !== "none";
+  const candidates = () => shown.plan.candidates;
+  const chosen = () => candidates()[shown.chosen];
   // Host memory of a node, which all of its GPUs fill together.
-  const hostBytes = (one) => one.host * Math.min(page.shown.asked.count, page.hardware.per_node);
+  const hostBytes = (one) => one.host_bytes * shown.cluster.per_node;
+  const usesHost = () => candidates().some((one) => one.host_bytes > 0);
 
-  function draw() {
-    const { planner, rows, chosen, found } = page.shown, { model } = planner;
-    at("title").textContent = `${model.name} on ${page.state.gpus} × ${title()}`;
-    const size = model.num_params >= 1e9 ? `${significant(model.num_params / 1e9)} billion` : `${significant(model.num_params / 1e6)} million`;
-    const facts = [`${size} parameters`, "bf16", "AdamW", "predicted, not measured"];
+  function draw(answer) {
+    shown = answer;
+    const { plan, cluster } = shown;
+    at("title").textContent = `${plan.model} on ${cluster.num_ranks} × ${shown.title}`;
+    const size = shown.num_params >= 1e9 ? `${significant(shown.num_params / 1e9)} billion` : `${significant(shown.num_params / 1e6)} million`;
+    const facts = [`${size} parameters`, chosen().precision, `recompute ${chosen().recompute}`, shown.optimizer, "predicted, not measured"];
     at("facts").replaceChildren(...facts.map((fact) => element("span", {}, fact)));
     drawVerdict();
     drawNumbers();
-    // As with `shardwise plan --save`, a plan that does not fit cannot be downloaded.
-    at("download").disabled = chosen.fits === "no";
-    at("export").disabled = chosen.fits === "no";
-    const capacity = planner.capacity(page.shown.asked);
-    charts.key(at("memory-key"), [...model.categories.map((name) => [name]), ["unused", "reserved, unused"], ["context"]]);
-    charts.memoryBars(at("memory-chart"), { rows, categories: model.categories, capacity, chosen, onChoose: page.choose });
+    drawMemory();
     drawStep();
-    // The frontier is computed later; the old one stays until then.
-    at("frontier-chart").classList.toggle("rough", page.shown.isRough);
-    const hostHead = usesHost() ? ["host GiB per node"] : [], hostCells = (one) => (usesHost() ? [(hostBytes(one) / GIB).toFixed(1)] : []);
-    charts.table(at("table"), ["strategy", "mesh", "micro-batch", "peak GiB", ...hostHead, "fits", "step", speed(chosen.time)[1], "exposed comm.", "MFU"],
-      found.map((one) => ({ chosen: one === chosen, cells: [one.strategy, `${one.mesh.replicate}×${one.mesh.shard}`, `${one.batch}`, (one.device / GIB).toFixed(1), ...hostCells(one), fitWords[one.fits],
-        seconds(one.time.seconds), significant(speed(one.time)[0]), share(one.time.exposed / one.time.seconds), one.time.mfu === null ? "–" : share(one.time.mfu)] })));
-    at("command").textContent = command();
+    drawTable();
+    at("remarks").replaceChildren(...shown.remarks.map((line) => element("li", {}, line)));
+    at("command").textContent = shown.command;
+    at("toml").textContent = shown.files[shown.chosen];
     // Not every model of images has linear layers in its blocks.
-    at("lora").hidden = model.seq === null;
-    at("lora-command").textContent = command(["--lora 16", "--quantize nf4"]);
+    at("lora").hidden = shown.seq === null || shown.command.includes("--lora");
+    at("lora-command").textContent = `${shown.command} --lora 16 --quantize nf4`;
+    // The frontier comes after the answer; the old one stays until then.
+    at("frontier-chart").classList.toggle("rough", !shown.frontier);
+    if (shown.frontier) drawFrontier();
   }
 
   function drawVerdict() {
-    const { recommended, ways, planner, isRough } = page.shown, box = at("verdict"), heading = box.querySelector("h2");
+    const { plan, labels, ways } = shown, box = at("verdict"), heading = box.querySelector("h2"), best = plan.recommended;
     // Screen readers announce it when it is exact.
-    box.setAttribute("aria-busy", isRough);
-    for (const id of ["verdict", "numbers"]) at(id).classList.toggle("rough", isRough);
-    box.classList.toggle("refused", !recommended);
-    at("ways").replaceChildren(...ways.filter((way) => way.isOffered).map(wayButton));
-    if (!recommended) {
-      const [least] = [...page.shown.found].sort((one, other) => one.device - other.device);
-      heading.textContent = "Nothing fits with these settings";
-      at("why").textContent = `The smallest, ${least.strategy}, needs ${gib(least.device)} per GPU; ${gib(planner.capacity(page.shown.asked))} may be used.`;
-      at("also").textContent = isRough ? "" : `${waysText(ways)} Gradients in 16 bits, and host memory for some layers only, may fit as well, which this page does not compute: ${command(["--strategy auto"])}`;
+    box.setAttribute("aria-busy", shown.is_quick);
+    for (const id of ["verdict", "numbers"]) at(id).classList.toggle("rough", shown.is_quick);
+    box.classList.toggle("refused", best === null);
+    at("why").textContent = `${plan.why[0].toUpperCase()}${plan.why.slice(1)}${plan.why.endsWith(".") ? "" : "."}`;
+    at("also").textContent = "";
+    at("ways").replaceChildren(...(onApply ? ways.map(wayButton) : []));
+    if (best !== null) {
+      heading.replaceChildren("Use ", element("em", {}, labels[best]), `, micro-batch ${plan.candidates[best].micro_batch}`);
       return;
     }
-    const { best, first, fitting } = recommended, mesh = best.mesh.replicate > 1 ? ` on a ${best.mesh.replicate}×${best.mesh.shard} mesh` : "";
-    const doubt = best.fits === "tight" ? " It may not fit: the peak is within the error band of the limit." : "";
-    heading.replaceChildren("Use ", element("em", {}, best.strategy), `${mesh}, micro-batch ${best.batch}`);
-    const reason = fitting.length < 2 ? "The only strategy that fits." : page.state.gpus === 1 ? "The simplest strategy: one GPU has nothing to shard."
-      : first === best ? "The fastest strategy that fits." : nearlyFastestText(best, first);
-    at("why").textContent = `${reason} ${communicationText(best)}${doubt}`;
-    at("also").textContent = [simplerText(best, first), hostText()].filter(Boolean).join(" ");
+    heading.textContent = "Nothing fits with these settings";
+    const least = candidates().reduce((one, other) => (other.peak_bytes.device < one.peak_bytes.device ? other : one));
+    at("also").textContent = `The smallest, ${least.strategy}, needs ${gib(least.peak_bytes.device)} per GPU; ${gib(least.capacity_bytes)} may be used.`
+      + `${shown.is_quick ? " Looking for a change that fits …" : ""}`;
   }
 
-  // What the page leaves out: a choice for each layer, and updates inside backward.
-  function hostText() {
-    if (!usesHost()) return "";
-    return `Here all layers use host memory. To let only as many use it as are needed: ${command(["--strategy auto", "--update auto"], { withHost: false })}`;
-  }
-
-  function wayButton(way) {
-    const button = element("button", { type: "button" }, `Use ${changeText(way.change)}`);
-    button.addEventListener("click", () => page.apply(way.change));
+  function wayButton({ text, setting }) {
+    const button = element("button", { type: "button" }, `Use ${text}`);
+    button.addEventListener("click", () => onApply(setting));
     return button;
   }
 
-  // Percentages are of the fastest, in whole percent, as in the terminal.
-  const slowerShare = (one, first) => Math.round(100 * (1 - one.time.samplesPerSecond / first.time.samplesPerSecond));
-
-  function nearlyFastestText(best, first) {
-    const slower = slowerShare(best, first);
-    if (slower === 0) return `As fast as ${first.strategy}, and simpler.`;
-    return `${slower}% slower than ${first.strategy}, the fastest, and simpler (${share(page.hardware.pair_band)} or less is within the error).`;
-  }
-
-  function waysText(ways) {
-    if (!ways.length) return "It does not fit with recompute full, host memory or any number of GPUs of this page either.";
-    const unlinked = ways.every((way) => way.isOffered) ? "" : " How machines with this GPU are linked is not known, so the page has no speed for them.";
-    return `It fits with ${ways.map(wayText).join("; or with ")}.${unlinked}`;
-  }
-
-  function wayText({ change, best }) {
-    const host = change.host && change.host !== "none" ? ` and ${gib(hostBytes(best))} of host memory` : "";
-    return `${changeText(change)}: ${best.strategy}, micro-batch ${best.batch}, ${gib(best.device)}${host}`;
-  }
-
-  function changeText({ recompute, host, batch, count }) {
-    const parts = [host && host !== page.state.host && hostWords[host], count && `${count} GPUs`, recompute && recompute !== page.state.recompute && `recompute ${recompute}`, batch === null && page.state.batch !== null && "a smaller micro-batch", batch === 1 && page.state.batch !== 1 && "micro-batch 1"];
-    return parts.filter(Boolean).join(" and ");
-  }
-
-  function communicationText({ time }) {
-    if (page.state.gpus === 1) return "";
-    const part = `${seconds(time.exposed)} of ${seconds(time.seconds)}`;
-    const what = usesHost() ? "communication and host memory" : "communication";
-    return time.exposed < 0.05 * time.seconds ? `Communication is hidden behind computation (${part} exposed).` : `${part} of each step are spent waiting for ${what}.`;
-  }
-
-  // Why a simpler strategy is not recommended.
-  function simplerText(best, first) {
-    const simpler = page.shown.rows.find((row) => STRATEGIES.indexOf(row.strategy) < STRATEGIES.indexOf(best.strategy));
-    if (!simpler) return "";
-    if (simpler.fits === "no" || (simpler.fits === "tight" && best.fits === "yes")) return `${simpler.strategy} needs ${gib(simpler.device)}; ${gib(page.shown.planner.capacity(page.shown.asked))} may be used.`;
-    return `${simpler.strategy} is ${slowerShare(simpler, first)}% slower${simpler.batch < best.batch ? ` with micro-batch ${simpler.batch}, the most that fits` : ""}.`;
-  }
-
   function drawNumbers() {
-    const { chosen, planner } = page.shown, { time } = chosen, [rate, unit] = speed(time), capacity = planner.capacity(page.shown.asked);
+    const one = chosen(), [rate, unit] = speed(one), batch = one.micro_batch * one.accumulate * shown.cluster.num_ranks;
     const tile = (name, value, more) => element("div", {}, element("dt", {}, name), element("dd", {}, value, " ", element("small", {}, more)));
     at("numbers").replaceChildren(
-      tile(`Throughput of ${chosen.strategy}`, significant(rate), unit),
-      tile("Step time", seconds(time.seconds), `± ${share(time.band)}`),
-      tile("Peak per GPU", gib(chosen.device), `of ${gib(capacity)}`),
-      ...(usesHost() ? [tile("Host memory per node", gib(hostBytes(chosen)), "")] : []),
-      tile("Global batch", whole.format(chosen.batch * page.state.gpus), page.state.seq === null ? "samples" : `× ${whole.format(page.state.seq)} tokens`),
-      tile("Model FLOPs utilisation", time.mfu === null ? "–" : share(time.mfu), ""),
+      tile(`Throughput of ${one.strategy}`, significant(rate), unit),
+      tile("Step time", seconds(one.step_seconds), `± ${share(one.error_band.time)}`),
+      tile("Peak per GPU", gib(one.peak_bytes.device), `of ${gib(one.capacity_bytes)}`),
+      ...(usesHost() ? [tile("Host memory per node", gib(hostBytes(one)), "")] : []),
+      tile("Global batch", whole.format(batch), one.seq === null ? "samples" : `× ${whole.format(one.seq)} tokens`),
+      tile("Model FLOPs utilisation", one.mfu === null ? "–" : share(one.mfu), ""),
       ...trainingTiles(tile),
     );
   }
 
-  // Days and cost, without failures and evaluations.
+  // Days and cost of a training, whose rows are those of the plans that fit.
   function trainingTiles(tile) {
-    const { training } = page;
-    if (!training || page.shown.chosen.fits === "no") return [];
-    const { days, gpuHours, cost } = page.shown.planner.trainingCost(page.shown.chosen, page.shown.asked, training);
-    const length = days >= 1 ? [significant(days), "days"] : days * 24 >= 1 ? [significant(days * 24), "hours"] : [significant(days * 1440), "minutes"];
-    return [tile("Training time", length[0], length[1]), ...(cost === null ? [] : [tile("Cost", `$${whole.format(Math.max(1, Math.round(cost)))}`, `${significant(gpuHours)} GPU-hours`)])];
+    const fitting = candidates().filter((one) => one.fits === "yes" || one.fits === "tight");
+    const row = (shown.plan.training ?? [])[fitting.indexOf(chosen())];
+    if (!row) return [];
+    const { days, cost, gpu_hours: hours } = row;
+    const length = days >= 1 ? [days, "days"] : days * 24 >= 1 ? [days * 24, "hours"] : [days * 1440, "minutes"];
+    const money = cost === null ? [] : [tile("Cost", `$${whole.format(Math.max(1, Math.round(cost)))}`, `${significant(hours)} GPU-hours`)];
+    return [tile("Training time", significant(length[0]), length[1]), ...money];
   }
 
-  // The step that is drawn; it is mostly the same for exact numbers as for the rough ones before.
-  let drawnStep = "";
+  function drawMemory() {
+    const rows = shown.rows.map((index) => {
+      const one = candidates()[index], { allocated, reserved, device } = one.peak_bytes;
+      const parts = [...Object.entries(one.breakdown_bytes), ["unused", reserved - allocated], ["context", device - reserved]];
+      return { name: one.strategy, label: shown.labels[index].replace(" on ", " "), batch: one.micro_batch, fits: one.fits, device, parts, index };
+    });
+    charts.key(at("memory-key"), [...categories(chosen()).map((name) => [name]), ["unused", "reserved, unused"], ["context"]]);
+    charts.memoryBars(at("memory-chart"), { rows, capacity: chosen().capacity_bytes, chosen: rows.find((row) => row.index === shown.chosen), onChoose });
+  }
+
   function drawStep() {
-    const { chosen, planner, asked } = page.shown, step = JSON.stringify([planner.model.name, asked, chosen.label, chosen.batch]);
-    if (step === drawnStep) return;
-    drawnStep = step;
-    const spans = planner.timeline(chosen, asked);
-    const total = chosen.time.seconds, sends = new Set(spans.filter((span) => span[0] === stepTime.SENT).map((span) => span[1].split(" ")[0]));
-    at("step-title").textContent = `One step of ${chosen.label}`;
-    charts.key(at("step-key"), [["forward"], ["backward"], ["update", "optimizer update"], ["copy", "copies and casts"], ...(sends.has("gather") ? [["gather", "gather parameters"]] : []), ...(sends.has("reduce") ? [["reduce", "reduce gradients"]] : []), ...(usesHost() ? [["host", `updates${page.shown.asked.host === "all" ? " and activations" : ""} in host memory`], ["loads", "loads from host memory"]] : [])]);
+    const one = chosen(), has = (queue) => shown.timeline.some((span) => span.queue === queue);
+    at("step-title").textContent = `One step of ${shown.labels[shown.chosen]}`;
+    charts.key(at("step-key"), [["forward"], ["backward"], ["update", "optimizer update"], ["copy", "copies and casts"],
+      ...(has("gather") ? [["gather", usesHost() ? "gather parameters, load from host memory" : "gather parameters"]] : []),
+      ...(has("reduce") ? [["reduce", "reduce gradients"]] : [])]);
     at("step-chart").classList.add("lanes");
-    charts.lanes(at("step-chart"), { spans, total, kinds: stepTime });
-    const bound = chosen.time.cpuSeconds > 0.9 * chosen.time.seconds ? " The CPU that launches kernels bounds this step." : "";
-    at("step-note").textContent = `${usesHost() ? "Waiting for communication and host memory" : "Exposed communication"}: ${seconds(chosen.time.exposed)} (${share(chosen.time.exposed / chosen.time.seconds)} of the step).${bound}`;
+    charts.lanes(at("step-chart"), { spans: shown.timeline, total: one.step_seconds });
+    const waits = usesHost() ? "Waiting for communication and host memory" : "Exposed communication";
+    at("step-note").textContent = `${waits}: ${seconds(one.exposed_comm_seconds)} (${share(one.exposed_comm_seconds / one.step_seconds)} of the step).`;
+  }
+
+  function drawTable() {
+    const hostHead = usesHost() ? ["host GiB per node"] : [], hostCells = (one) => (usesHost() ? [(hostBytes(one) / GIB).toFixed(1)] : []);
+    charts.table(at("table"), ["strategy", "mesh", "micro-batch", "peak GiB", ...hostHead, "fits", "step", speed(chosen())[1], "exposed comm.", "MFU"],
+      candidates().map((one) => ({ chosen: one === chosen(), cells: [
+        one.strategy, `${one.mesh.replicate}×${one.mesh.shard}`, `${one.micro_batch}`, (one.peak_bytes.device / GIB).toFixed(1), ...hostCells(one), fitWords[one.fits],
+        seconds(one.step_seconds), significant(speed(one)[0]), share(one.exposed_comm_seconds / one.step_seconds), one.mfu === null ? "–" : share(one.mfu),
+      ] })));
   }
 
   function drawFrontier() {
-    if (!page.shown.frontier) return;
-    const points = page.shown.frontier.map(({ budget, best }) => ({ budget, value: best ? speed(best.time)[0] : null,
-      label: best ? `${best.strategy}, recompute ${best.recompute}, micro-batch ${best.batch}` : "nothing fits" }));
-    const [, unit] = speed(page.shown.chosen.time);
+    const { seq, cluster } = shown, unit = speed(chosen())[1];
+    const points = shown.frontier.map(({ budget_bytes: budget, fixed }) => ({
+      budget,
+      value: fixed && (seq === null ? fixed.samples_per_s : (fixed.samples_per_s * seq) / cluster.num_ranks),
+      label: fixed ? `${fixed.plan.strategy}, recompute ${fixed.plan.recompute}, micro-batch ${fixed.plan.micro_batch}` : "nothing fits",
+    }));
     charts.frontier(at("frontier-chart"), { points, unit, now: points[points.length - 1] });
     charts.table(at("frontier-table"), ["budget", "plan", unit], points.map(({ budget, label, value }) => ({ cells: [gib(budget), label, value === null ? "–" : significant(value)] })));
   }
 
-  // `options`: what the page cannot compute, and the command can. `withHost`: with the choice for host memory.
-  function command(options = [], { withHost = true } = {}) {
-    const { per_node: perNode } = page.hardware, nodes = page.state.gpus / perNode;
-    const cluster = nodes > 1 ? `${nodes}x${perNode}x${page.state.device}` : `${page.state.gpus}x${page.state.device}`;
-    const { model } = page.shown.planner;
-    const parts = ["shardwise plan", model.name, `--cluster ${cluster}`, page.state.recompute !== "none" && `--recompute ${page.state.recompute}`, ...(withHost ? HOSTS[page.state.host] : []), page.state.batch !== null && `--micro-batch ${page.state.batch}`,
-      page.state.seq !== null && page.state.seq !== model.seq && `--seq ${page.state.seq}`, page.state.budget !== null && `--budget ${page.state.budget}GiB`,
-      page.training && `--tokens ${page.state.tokens.trim().replaceAll(",", "")}`, page.training?.price && `--price ${page.training.price}`, ...options, "--save plan.toml"];
-    return parts.filter(Boolean).join(" ");
-  }
-
-  return { draw, drawFrontier };
+  window.addEventListener("resize", () => shown?.frontier && drawFrontier());
+  return { draw };
 };

@@ -145,30 +145,39 @@ def _runner_up(runner_up: RunnerUp, found: Recommendation, *, best: Candidate) -
 
 
 def _changes(way: Candidate, *, asked: Plan, found: Sequence[Candidate]) -> str:
-    """Return the options that differ from the given ones; without --micro-batch the search finds the micro-batch."""
-    plan = way.plan
+    text = " ".join(" ".join(filter(None, option)) for option in changed_options(way, asked=asked, found=found).items())
     if way.label:
-        return f"--strategy {way.label}{in_host_memory(way)}"
-    options = []
-    if plan.precision != asked.precision:
-        options.append(f"--precision {plan.precision}")
-    if asked.micro_batch is not None and plan.micro_batch != asked.micro_batch:
-        options.append(f"--micro-batch {plan.micro_batch}")
-    if plan.accumulate != asked.accumulate:
-        options.append(f"--accumulate {plan.accumulate}")
-    if plan.accumulate_reduced != asked.accumulate_reduced:
-        options.append("--accumulate-reduced")
-    if plan.recompute != asked.recompute:
-        options.append(f"--recompute {plan.recompute}")
-    if plan.reduce_dtype != asked.reduce_dtype:
-        options.append(f"--reduce-dtype {plan.reduce_dtype}")
-    if plan.strategy not in {one.plan.strategy for one in found}:
-        options.append(f"--strategy {plan.strategy}")
-    text = " ".join(options)
+        return f"{text}{in_host_memory(way)}"
     if way.cluster.num_ranks == found[0].cluster.num_ranks:
         return text
     devices = f"{way.cluster.num_ranks} devices"
     return f"{devices} and {text}" if text else devices
+
+
+def changed_options(way: Candidate, *, asked: Plan, found: Sequence[Candidate]) -> dict[str, str]:
+    """Return the options that differ from the given ones, without the cluster; "" is the value of an option alone.
+
+    Without --micro-batch the search finds the micro-batch.
+    """
+    plan = way.plan
+    if way.label:
+        return {"--strategy": way.label}
+    options = {}
+    if plan.precision != asked.precision:
+        options["--precision"] = plan.precision
+    if asked.micro_batch is not None and plan.micro_batch != asked.micro_batch:
+        options["--micro-batch"] = str(plan.micro_batch)
+    if plan.accumulate != asked.accumulate:
+        options["--accumulate"] = str(plan.accumulate)
+    if plan.accumulate_reduced != asked.accumulate_reduced:
+        options["--accumulate-reduced"] = ""
+    if plan.recompute != asked.recompute:
+        options["--recompute"] = plan.recompute
+    if plan.reduce_dtype != asked.reduce_dtype:
+        options["--reduce-dtype"] = plan.reduce_dtype
+    if plan.strategy not in {one.plan.strategy for one in found}:
+        options["--strategy"] = plan.strategy
+    return options
 
 
 def in_host_memory(found: Candidate) -> str:

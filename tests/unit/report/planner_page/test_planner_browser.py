@@ -1,5 +1,7 @@
-"""The planner page as Chromium shows it, and as the keyboard alone moves it. One browser for all tests."""
+"""The planner page as Chromium shows it, and as the keyboard alone moves it. One browser and one server for all tests."""
 
+import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,11 +9,9 @@ from typing import Any
 import pytest
 from report.chromium import Page, needs_chromium, page
 
-from shardwise.cli.plan_answer import PlanQuestion, answer
-from shardwise.hardware import cluster_of
-from shardwise.plan import Plan
-from shardwise.report.planner_page.planner_document import catalogue_model, planner_page
-from shardwise.sources import Source
+from shardwise.cli.plan_question import PlanOptions
+from shardwise.cli.plan_service import PlanService
+from shardwise.report.planner_page.planner_server import PlannerServer
 
 pytestmark = needs_chromium
 
@@ -40,22 +40,31 @@ FOCUS = """
 
 
 @pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    path = tmp_path_factory.mktemp("planner") / "planner.html"
-    start = {"model": MODEL, "device": "h100-80gb", "gpus": 8}
-    path.write_text(planner_page([catalogue_model(MODEL)], start=start, server=None), encoding="utf-8")
-    with page(path) as one:
-        yield one
-        assert one.errors == []
-        assert one.requests == [], "the page asks the network for nothing"
+def service() -> PlanService:
+    return PlanService(PlanOptions(model=MODEL, cluster="8xh100-80gb"))
+
+
+@pytest.fixture(scope="module")
+def opened(service: PlanService) -> Iterator[Page]:
+    with PlannerServer(service.answers, port=0) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            with page(server.address) as one:
+                one.evaluate("plannerPage.settled")
+                yield one
+                assert one.errors == []
+                assert all(url.startswith(server.address) for url in one.requests if "favicon" not in url)
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def go(opened: Page, settings: str) -> None:
-    """Open the page's address with these settings, and wait until nothing is computed any more."""
+    """Open the page's address with these settings, and wait until nothing is asked any more."""
     opened.evaluate(
         f"(async () => {{ const before = plannerPage.shown; location.hash = '#{settings}';"
-        " while (plannerPage.shown === before) await new Promise((done) => setTimeout(done, 5));"
-        " await plannerPage.settled; })()"
+        " await new Promise((done) => setTimeout(done, 20)); await plannerPage.settled; })()"
     )
 
 
@@ -70,7 +79,7 @@ def press(opened: Page, key: str, *, code: int) -> None:
 
 
 def test_page_fits_every_screen_in_light_and_dark(opened: Page) -> None:
-    go(opened, f"model={MODEL}&device=a100-80gb&gpus=64&batch=8&recompute=full&seq=512")
+    go(opened, "cluster=8x8xa100-80gb&micro_batch=8&recompute=full&seq=512")
     papers = set()
     for width, dark in ((1400, False), (1400, True), (390, True), (390, False)):
         opened.look(width=width, dark=dark)
@@ -83,11 +92,10 @@ def test_page_fits_every_screen_in_light_and_dark(opened: Page) -> None:
 
 
 def test_every_control_has_a_label_and_is_reached_and_moved_by_the_keyboard_alone(opened: Page) -> None:
-    go(opened, f"model={MODEL}&device=h100-80gb&gpus=4&batch=2&seq=512&recompute=none&budget=40")
+    go(opened, "cluster=4xh100-80gb&micro_batch=2&seq=512&budget=40GiB")
     assert opened.evaluate(UNLABELLED) == []
     opened.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
     reached: list[str] = []
-    state: dict[str, Any] = {}
     while "fsdp" not in reached and len(reached) < 30:
         press(opened, "Tab", code=9)
         name, is_visible = opened.evaluate(FOCUS)
@@ -95,147 +103,122 @@ def test_every_control_has_a_label_and_is_reached_and_moved_by_the_keyboard_alon
         assert is_visible, f"{name}: the focus cannot be seen"
         if name in ("gpus", "batch", "seq", "recompute", "host", "budget"):
             press(opened, "ArrowRight", code=39)
-            state = opened.evaluate("plannerPage.state")
-    assert reached[:2] == ["download", "copy"]
-    assert reached[2:11] == ["model", "config", "device", "gpus", "batch", "seq", "recompute", "host", "budget"]
-    assert reached[11:13] == ["tokens", "price"]
-    assert reached[13:] == ["zero2", "shard_grad_op", "fsdp"]
-    moved = {name: state[name] for name in ("gpus", "batch", "seq", "recompute", "host", "budget")}
-    assert moved == {"gpus": 5, "batch": 3, "seq": 768, "recompute": "selective", "host": "states", "budget": 41}
+    assert reached[:5] == ["download", "copy", "save", "target", "export"]
+    assert reached[5:13] == ["model", "device", "gpus", "batch", "seq", "precision", "recompute", "host"]
+    assert reached[13:] == ["budget", "tokens", "price", "zero2", "shard_grad_op", "fsdp"]
+    state = opened.evaluate("plannerPage.state")
+    moved = {"cluster": "5xh100-80gb", "micro_batch": "3", "seq": "768", "recompute": "selective", "budget": "41GiB"}
+    assert {name: state[name] for name in moved} == moved
+    assert (state["offload"], state["update"]) == ("states", "")
     press(opened, "Enter", code=13)
     opened.call("Input.dispatchKeyEvent", type="char", text="\r")
+    opened.evaluate("plannerPage.settled")
     assert opened.evaluate("document.activeElement.ariaPressed") == "true"
     assert text(opened, "#step-title") == "One step of fsdp"
 
 
-def test_link_holds_all_settings(opened: Page) -> None:
-    asked = f"model={MODEL}&device=a100-40gb&gpus=4&batch=6&recompute=selective&seq=768&budget=20&plan=zero2"
+def test_page_shows_the_answer_of_its_address(opened: Page, service: PlanService) -> None:
+    asked = "model=gpt2-124m&cluster=4xa100-40gb&recompute=selective&seq=768&micro_batch=6&budget=20GiB&chosen=zero2"
     go(opened, asked)
-    assert opened.evaluate("location.hash.slice(1)") == asked
+    assert dict(pair.split("=") for pair in opened.evaluate("location.hash.slice(1)").split("&")) == dict(
+        pair.split("=") for pair in asked.split("&")
+    )
     assert text(opened, "#title") == f"{MODEL} on 4 × NVIDIA A100 SXM4 40 GB"
     assert opened.evaluate("document.getElementById('seq').getAttribute('aria-valuetext')") == "768 tokens"
-    go(opened, "model=nothing&device=x&gpus=-3&batch=many&recompute=y&seq=1e9&budget=0&plan=z&host=toString")
-    state = opened.evaluate("plannerPage.state")
-    assert (state["model"], state["recompute"], state["batch"], state["budget"]) == (MODEL, "none", None, None)
-    assert state["host"] == "none"
+    answer = service.answer(dict(pair.split("=") for pair in asked.split("&")))
+    shown = opened.evaluate("JSON.stringify(plannerPage.shown)")
+    assert {name: json.loads(shown)[name] for name in answer} == json.loads(json.dumps(answer))
+    best = answer["plan"]["candidates"][answer["plan"]["recommended"]]
+    assert text(opened, "#verdict em") == best["strategy"]
+    assert text(opened, "#command") == answer["command"]
+    assert text(opened, "#toml") == answer["files"][answer["chosen"]]
+    assert text(opened, "#step-title") == "One step of zero2"
+    peaks = opened.evaluate(
+        "[...document.querySelectorAll('#memory-chart .value')].map((one) => one.firstChild.textContent)"
+    )
+    rows = [answer["plan"]["candidates"][row] for row in answer["rows"]]
+    assert peaks == [f"{row['peak_bytes']['device'] / 2**30:.1f} GiB" for row in rows]
+
+
+def test_mistake_in_the_address_is_said_in_the_page(opened: Page) -> None:
+    go(opened, "cluster=4xh200&seq=999999")
+    assert text(opened, "#verdict h2") == "This cannot be planned"
+    assert text(opened, "#why") == f"--seq 999999: {MODEL} has no laws for samples of this length"
+    go(opened, "colour=red")
+    assert "colour" in text(opened, "#why")
+    # The browser logs each refused request.
+    assert all("400 (Bad Request)" in line for line in opened.errors)
+    opened.errors.clear()
+    go(opened, "cluster=4xh200")
+    assert text(opened, "#verdict h2").startswith("Use ")
 
 
 def test_tokens_and_a_price_give_days_and_a_cost(opened: Page) -> None:
-    asked = f"model={MODEL}&device=h100-80gb&gpus=8&batch=8&recompute=none&seq=1024"
+    asked = "cluster=8xh100-80gb&micro_batch=8&seq=1024"
     go(opened, asked)
     assert "Training time" not in text(opened, "#numbers")
     go(opened, f"{asked}&tokens=10B&price=2.5")
-    assert opened.evaluate("location.hash.slice(1)") == f"{asked}&tokens=10B&price=2.5"
-    assert "--tokens 10B --price 2.5 --save" in text(opened, "#command")
+    assert text(opened, "#command").endswith("--tokens 10B --price 2.5")
     own = text(opened, "#numbers")
     assert "Training time" in own
     assert "Cost$" in own
     go(opened, f"{asked}&tokens=10B")
     assert text(opened, "#numbers") != own, "without a price the listed one counts"
     assert "runpod.io/pricing" in text(opened, "#price-note")
-    go(opened, f"{asked}&tokens=many&price=-1")
-    assert "Training time" not in text(opened, "#numbers")
-
-
-def test_download_is_the_file_that_plan_save_writes(opened: Page, tmp_path: Path) -> None:
-    go(opened, f"model={MODEL}&device=v100-16gb&gpus=8&recompute=full&budget=12")
-    question = PlanQuestion(
-        source=Source(MODEL),
-        plan=Plan(precision="bf16", recompute="full"),
-        strategy="all",
-        cluster=cluster_of("8xv100-16gb"),
-        optimizer="adamw",
-        goal="throughput",
-        budget_bytes=12 * 2**30,
-    )
-    found = answer(question)
-    found.save(tmp_path / "plan.toml")
-    assert opened.evaluate("plannerPage.plan()") == (tmp_path / "plan.toml").read_text()
-    assert found.recommendation.best is not None
-    assert text(opened, "#verdict em") == found.recommendation.best.name
-    command = text(opened, "#command")
-    assert command == f"shardwise plan {MODEL} --cluster 8xv100-16gb --recompute full --budget 12GiB --save plan.toml"
 
 
 def test_what_does_not_fit_is_refused_with_a_way_out(opened: Page) -> None:
-    go(opened, f"model={MODEL}&device=h100-80gb&gpus=1&batch=32&seq=1024&recompute=none&budget=10")
+    go(opened, "cluster=1xh100-80gb&micro_batch=32&budget=10GiB")
     assert text(opened, "#verdict h2") == "Nothing fits with these settings"
     asked = f"shardwise plan {MODEL} --cluster 1xh100-80gb --micro-batch 32 --budget 10GiB"
-    assert text(opened, "#also").endswith(f"{asked} --strategy auto --save plan.toml")
-    assert text(opened, "#lora-command") == f"{asked} --lora 16 --quantize nf4 --save plan.toml"
+    assert text(opened, "#lora-command") == f"{asked} --lora 16 --quantize nf4"
     assert opened.evaluate("document.getElementById('download').disabled")
     opened.evaluate("document.querySelector('#ways button').click(); plannerPage.settled")
     assert text(opened, "#verdict h2").startswith("Use ")
     assert not opened.evaluate("document.getElementById('download').disabled")
+    assert text(opened, "#others-text") == "Also: accumulate 4, accumulate reduced 1"
+    opened.evaluate("document.getElementById('others-reset').click(); plannerPage.settled")
+    assert opened.evaluate("document.getElementById('others').hidden")
 
 
-def test_states_in_host_memory_are_a_choice_on_one_node(opened: Page, tmp_path: Path) -> None:
-    asked = f"model={MODEL}&device=h100-80gb&gpus=1&batch=8&recompute=full"
-    go(opened, asked)
+def test_states_in_host_memory_are_a_choice(opened: Page) -> None:
+    go(opened, "cluster=1xh100-80gb&micro_batch=8&recompute=full")
     assert "Host memory per node" not in text(opened, "#numbers")
     opened.evaluate(
         "const host = document.getElementById('host'); host.value = 'backward';"
         " host.dispatchEvent(new Event('change')); plannerPage.settled"
     )
-    assert opened.evaluate("location.hash.slice(1)") == f"{asked}&host=backward&seq=1024"
-    question = PlanQuestion(
-        source=Source(MODEL),
-        plan=Plan(precision="bf16", recompute="full", offload_states=True, update="backward", micro_batch=8),
-        strategy="all",
-        cluster=cluster_of("1xh100-80gb"),
-        optimizer="adamw",
-        goal="throughput",
-    )
-    found = answer(question)
-    found.save(tmp_path / "plan.toml")
-    best = found.recommendation.best
-    assert best is not None
-    assert opened.evaluate("plannerPage.plan()") == (tmp_path / "plan.toml").read_text()
-    assert text(opened, "#verdict em") == best.name
-    assert f"Host memory per node{best.node_host_bytes / 2**30:.1f} GiB" in text(opened, "#numbers")
-    assert "--recompute full --offload states --update backward --micro-batch 8" in text(opened, "#command")
-    lanes = opened.evaluate("[...document.querySelectorAll('#step-chart .label')].map((one) => one.textContent)")
-    assert lanes == ["compute", "host", "loads"]
-    go(opened, f"{asked.replace('gpus=1', 'gpus=16')}&host=states")
-    assert opened.evaluate("plannerPage.state.host") == "none"
-    assert "For up to 8 GPUs" in text(opened, "#host-note")
+    assert "Host memory per node" in text(opened, "#numbers")
+    assert "--update backward --offload states" in text(opened, "#command")
 
 
-def test_where_nothing_fits_host_memory_and_more_devices_are_ways_out(opened: Page) -> None:
-    go(opened, f"model={MODEL}&device=h100-80gb&gpus=1&batch=1&recompute=full&budget=4")
-    assert text(opened, "#verdict h2") == "Nothing fits with these settings"
-    buttons = opened.evaluate("[...document.querySelectorAll('#ways button')].map((one) => one.textContent)")
-    assert buttons == ["Use states in host memory", "Use 2 GPUs"]
-    assert "of host memory; or with 2 GPUs" in text(opened, "#also")
-    opened.evaluate("document.querySelector('#ways button').click(); plannerPage.settled")
-    assert opened.evaluate("plannerPage.state.host") == "states"
-    assert text(opened, "#verdict h2").startswith("Use ")
+def test_saved_answer_is_a_file_that_looks_alike_and_asks_nothing(
+    opened: Page, service: PlanService, tmp_path: Path
+) -> None:
+    go(opened, "cluster=4xh200&chosen=fsdp")
+    path = tmp_path / "saved.html"
+    path.write_text(service.saved({"cluster": "4xh200", "chosen": "fsdp"}).text)
+    parts = ("#title", "#verdict", "#numbers", "#memory-chart", "#step-chart", "#table", "#frontier-table", "#command")
+    with page(path) as saved:
+        for part in parts:
+            assert text(saved, part) == text(opened, part), part
+        assert saved.evaluate("document.querySelectorAll('input, select, button:not([disabled])').length") == 0
+        saved.look(width=390)
+        assert saved.evaluate("document.documentElement.scrollWidth") <= 390
+        assert saved.errors == []
+        assert saved.requests == []
 
 
-def test_dropped_config_is_refused_with_the_command_that_traces_it(opened: Page) -> None:
-    opened.evaluate("""(() => {
-      const given = new DataTransfer();
-      given.items.add(new File(["{}"], "config.json"));
-      document.getElementById("drop").dispatchEvent(new DragEvent("drop", { dataTransfer: given, bubbles: true, cancelable: true }));
+def test_quick_answer_follows_a_slider_and_old_ones_are_dropped(opened: Page) -> None:
+    go(opened, "cluster=8xh100-80gb&recompute=full")
+    found: dict[str, Any] = opened.evaluate("""(async () => {
+      const slider = document.getElementById("batch");
+      for (let index = 1; index <= 12; index++) { slider.value = index; slider.dispatchEvent(new Event("input")); }
+      await plannerPage.settled;
+      return { batch: plannerPage.shown.plan.candidates[0].micro_batch, quick: plannerPage.shown.is_quick, hash: location.hash };
     })()""")
-    assert "shardwise plan --serve" in text(opened, "#config-note")
-
-
-def test_bars_timeline_and_verdict_follow_a_slider_within_50_ms(opened: Page) -> None:
-    """The quickest of 16, each at another micro-batch: others share the machine."""
-    go(opened, f"model={MODEL}&device=h100-80gb&gpus=8&seq=1024")
-    shown = opened.evaluate("""(() => {
-      const slider = document.getElementById("batch"), found = [];
-      for (let index = 1; index <= 16; index++) {
-        slider.value = index;
-        slider.dispatchEvent(new Event("input"));
-        const text = document.querySelector("#numbers").textContent + document.querySelector("#step-chart").textContent;
-        found.push([plannerPage.shown.milliseconds, text]);
-      }
-      return found;
-    })()""")
-    assert len({text for _, text in shown}) == 16, "each is drawn"
-    assert min(milliseconds for milliseconds, _ in shown) < 50
+    assert (found["batch"], found["quick"]) == (64, False)
+    assert "micro_batch=64" in found["hash"]
 
 
 OVERLAPPING = """
@@ -252,15 +235,16 @@ def test_texts_of_charts_do_not_overlap_on_a_phone(opened: Page) -> None:
     for width in (390, 1280):
         opened.look(width=width)
         for gpus in (1, 8, 64):
-            go(opened, f"model={MODEL}&device=a100-80gb&gpus={gpus}&batch={2 * gpus}")
+            nodes = f"{gpus // 8}x8" if gpus > 8 else gpus
+            go(opened, f"cluster={nodes}xa100-80gb&micro_batch={2 * gpus}")
             assert opened.evaluate("document.querySelectorAll('#frontier-chart .tick').length") >= 3
             assert opened.evaluate(OVERLAPPING) == [], (width, gpus)
 
 
 def test_a_bar_that_is_cut_carries_a_mark(opened: Page) -> None:
-    go(opened, f"model={MODEL}&device=h100-80gb&gpus=8&batch=4")
+    go(opened, "cluster=8xh100-80gb&micro_batch=4")
     assert opened.evaluate("document.querySelectorAll('.cut').length") == 0
-    # A budget of 1 GiB: bars end at two and a half times of it.
-    go(opened, f"model={MODEL}&device=h100-80gb&gpus=8&batch=64&budget=1")
+    # Bars end at two and a half times the budget.
+    go(opened, "cluster=8xh100-80gb&micro_batch=64&budget=1GiB")
     assert opened.evaluate("document.querySelectorAll('.cut').length") > 0
     assert "the bar goes on to" in str(opened.evaluate("document.querySelector('.cut').textContent"))

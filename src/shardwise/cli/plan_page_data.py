@@ -1,0 +1,91 @@
+"""An answer of `shardwise plan` as the planner page needs it: the JSON of the command, and what is drawn of it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tomli_w
+
+from shardwise.cli.plan_answer import PlanAnswer
+from shardwise.cli.plan_output import as_data, remarks
+from shardwise.cli.plan_question import PlanOptions
+from shardwise.hardware import Cluster
+from shardwise.planner.search.candidates import Candidate
+from shardwise.planner.search.recommend import best_of
+from shardwise.planner.time.step_time import timeline
+from shardwise.report.text.queue_lanes import as_data as spans_as_data
+from shardwise.report.text.verdict import changed_options, in_host_memory, name_of
+from shardwise.sources import Source
+
+
+def answer_data(found: PlanAnswer, *, source: Source, options: PlanOptions, chosen: str) -> dict[str, Any]:
+    """Return the answer; `plan` is what `plan --json` prints.
+
+    rows      the candidates that are drawn: of each strategy the one on its best mesh
+    files     plan.toml of each candidate
+    ways      where nothing fits: settings that do, and the text of their button
+    timeline  one step of the strategy `chosen`, or of the recommended one
+    """
+    first, index = found.found[0], chosen_row(found, name=chosen)
+    spec, one = source.spec_for(first.plan), found.found[index]
+    spans = timeline(source.spec_for(one.plan), plan=one.plan, cluster=one.cluster, optimizer=options.optimizer)
+    return {
+        "plan": as_data(found),
+        "is_quick": found.question.quick,
+        "num_params": spec.num_params,
+        "seq": spec.seq,
+        "longest": source.longest_sample,
+        "title": first.cluster.device.title or first.cluster.device.name,
+        "cluster": _shape(first.cluster),
+        "optimizer": options.optimizer,
+        "rows": _rows(found),
+        "labels": [name_of(candidate) for candidate in found.found],
+        "files": [tomli_w.dumps(candidate.plan.to_dict()) for candidate in found.found],
+        "ways": [_way(way, found=found) for way in found.ways],
+        "remarks": [] if found.question.quick else list(remarks(found)),
+        "command": options.command,
+        "chosen": index,
+        "timeline": spans_as_data(spans),
+    }
+
+
+def _rows(found: PlanAnswer) -> list[int]:
+    """Return one candidate per strategy: the recommended one, the best that fits, or the smallest."""
+
+    def best(own: Sequence[Candidate]) -> Candidate:
+        if found.recommendation.best is not None and found.recommendation.best in own:
+            return found.recommendation.best
+        fitting = (best_of([one for one in own if one.fits == fits]) for fits in ("yes", "tight"))
+        return next(filter(None, fitting), None) or min(own, key=lambda one: one.memory.device_bytes)
+
+    names = dict.fromkeys(one.name for one in found.found)
+    return [found.found.index(best([one for one in found.found if one.name == name])) for name in names]
+
+
+def chosen_row(found: PlanAnswer, *, name: str) -> int:
+    """Return the row of a strategy; without such a one, the recommended row or the last."""
+    rows = _rows(found)
+    own = next((row for row in rows if found.found[row].name == name), None)
+    best = found.recommendation.index
+    return own if own is not None else best if best is not None else rows[-1]
+
+
+def _shape(cluster: Cluster) -> dict[str, Any]:
+    return {
+        "device": cluster.device.name,
+        "num_ranks": cluster.num_ranks,
+        "num_nodes": cluster.num_nodes,
+        "per_node": cluster.devices_per_node,
+    }
+
+
+def _way(way: Candidate, *, found: PlanAnswer) -> dict[str, Any]:
+    """Return the setting of a way out, and the text of its button."""
+    options = changed_options(way, asked=found.question.plan, found=found.found)
+    setting = {name.removeprefix("--").replace("-", "_"): value or "1" for name, value in options.items()}
+    texts = [f"{name.removeprefix('--')} {value}".strip() for name, value in options.items()]
+    if way.cluster.num_ranks != found.found[0].cluster.num_ranks:
+        setting["cluster"] = str(way.cluster)
+        texts.insert(0, f"{way.cluster.num_ranks} GPUs")
+    *before, last = texts
+    text = f"{', '.join(before)} and {last}" if before else last
+    return {"text": f"{text}{in_host_memory(way)}", "setting": setting}
