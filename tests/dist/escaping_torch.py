@@ -127,6 +127,18 @@ def checkpoint_around(prepare: Prepare) -> list[Any]:
 
 
 @program
+def checkpoint_around_buffers(prepare: Prepare) -> list[Any]:
+    """Statistics are written in forward, and again in backward."""
+
+    def run(blocks: Any, x: Tensor) -> Tensor:
+        for block in blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+    return loop(prepare, Net(Normed, run=run))
+
+
+@program
 def recomputed_with_dropout(prepare: Prepare) -> list[Any]:
     class Own(Block):
         def forward(self, x: Tensor) -> Tensor:

@@ -44,6 +44,7 @@ USUAL = (
     ),
     *("dict_out", "empty_tuple_out", "returns_a_view_of_its_input", "hook_that_goes_again", "own_function"),
     *("checkpoint_inside", "recomputed_with_buffers", "branch_by_a_value", "error_in_a_unit", "two_models_in_turn"),
+    "checkpoint_around_buffers",
 )
 # Programs that end differently on graphs, and how. In the first a unit and something else use one tensor, so that gradients
 # are added up in another order; of the other one nobody can know.

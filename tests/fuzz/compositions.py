@@ -1,6 +1,6 @@
 """A case: a model, a plan and a sequence of events, drawn from a seed. It is a value that can be printed and cut down."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from random import Random
@@ -9,9 +9,12 @@ from typing import Any
 from drawn_plans import FP8_UNITS, NARROW, draw_plan, is_narrow
 from drawn_plans import all_features as all_plan_features
 from drawn_plans import features as plan_features
-from parts import FROZEN, PARTS, REFUSED, SQUARE, USES, Part
+from parts import BUFFERS, FROZEN, HOOKED, PARTS, REFUSED, SQUARE, USES, Part
+from python_parts import FACTORS, HOOKS, SETTINGS, WRITING
 
 OPTIMIZERS = ("sgd", "adamw", "adamw fused", "adam")
+# Rows and lengths of batches, by turns; ranks have different turns.
+SIZES = {"usual": ((2, 3),), "rows": ((2, 3), (3, 3)), "lengths": ((2, 3), (2, 5)), "both": ((1, 3), (2, 4), (3, 2))}
 # Event → the values of each of its settings; the first is the usual one.
 EVENTS: dict[str, dict[str, tuple[Any, ...]]] = {
     "step": {
@@ -21,10 +24,16 @@ EVENTS: dict[str, dict[str, tuple[Any, ...]]] = {
         "clip": ("none", "none", "norm", "value"),
         "set_to_none": (True, True, False),
         "by": ("forward", "forward", "method", "shardwise.step"),
+        "retain": (False,) * 7 + (True,),
+        "autocast": (False,) * 7 + (True,),
     },
     "drop a forward": {"training": (True, False)},
     "drop gradients": {},
-    "evaluate": {"training": (False, True)},
+    "evaluate": {"training": (False, True), "under": ("no_grad", "inference_mode")},
+    "fail": {"part": (), "where": ("part", "head")},
+    "set": {"part": (), "factor": FACTORS},
+    "hook": {"part": (), "how": (*HOOKS, "remove")},
+    "resize": {"how": tuple(SIZES)},
     "freeze": {"part": (), "how": FROZEN},
     "replan": {"plan": ()},
     "reload": {"plan": (), "how": ("full state", "checkpoint", "fewer ranks")},
@@ -111,6 +120,7 @@ def all_pairs() -> set[tuple[str, str]]:
     """Return all pairs of features that one case can have."""
     names = {*all_plan_features(), "graphs", "late", "tied", *(f"optimizer {name}" for name in OPTIMIZERS)}
     names |= {f"part {kind}" for kind in PARTS} | {f"used {use}" for use in USES} | {f"frozen {how}" for how in FROZEN}
+    names |= {"checkpointed", *(f"hooked {how}" for how in HOOKED)}
     for kind, settings in EVENTS.items():
         names.add(f"event {kind}")
         names |= {f"{kind} {name} {value}" for name, values in settings.items() for value in values[1:]}
@@ -136,7 +146,7 @@ def draw_case(seed: int, *, num_ranks: int) -> Case:
     narrow = is_narrow(plan)
     events, current = [Event(kind="step", settings=_draw_step(random, narrow=narrow))], plan
     for _ in range(random.randint(1, _MOST_EVENTS)):
-        events.append(_draw_event(random, plan=current, num_parts=len(parts), num_ranks=num_ranks))
+        events.append(_draw_event(random, plan=current, parts=parts, num_ranks=num_ranks))
         current = events[-1].settings.get("plan", current)
     events.append(Event(kind="step", settings={}))
     clips = any(event.settings.get("clip") == "norm" for event in events)
@@ -151,14 +161,45 @@ def draw_case(seed: int, *, num_ranks: int) -> Case:
         late=random.random() < 0.2,
         seed=seed,
     )
+    if _writes(case):
+        # A recomputation would write again, and so does a rank that has run out of batches. What was offloaded is not
+        # computed again by a checkpoint around it.
+        case = _with_keys(case, without=("recompute", "recompute_overrides", "offload_activations"))
+        case = replace(case, events=tuple(event for event in case.events if event.kind != "join"))
     return with_graphs(case) if not narrow and random.random() < _GRAPHS else case
 
 
 def with_graphs(case: Case) -> Case:
     """Return a case whose units run as graphs, with as many steps of each kind as it takes to replay one."""
     events = [event for event in case.events for _ in range(_STEPS_OF_GRAPHS if event.kind == "step" else 1)]
+    # Parts are units, or their layers. What is offloaded does without graphs.
+    units = "leaf" if case.seed % 4 == 0 else "parts"
+    left_out = ("offload_activations", "update") if case.seed % 8 else ()
     # Where a parameter is used several times in each of several calls, gradients are added in another order.
-    return replace(case, graphs=True, double=True, events=tuple(events))
+    case = replace(case, graphs=True, double=True, events=tuple(events))
+    return _with_keys(case, without=left_out, units=units)
+
+
+def _writes(case: Case) -> bool:
+    """Return whether forwards write state in Python, or buffers inside of a checkpoint."""
+    looks = any(event.kind == "hook" and event.settings["how"] == "look" for event in case.events)
+    writing = any(part.kind in WRITING or (part.checkpointed and part.kind in BUFFERS) for part in case.parts)
+    return looks or writing or any(part.hooked == "look" for part in case.parts)
+
+
+def _with_keys(case: Case, *, without: Sequence[str], **keys: Any) -> Case:
+    """Return a case whose plans have these keys, and not those."""
+
+    def changed(plan: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in plan.items() if name not in without} | keys
+
+    events = tuple(
+        replace(event, settings={**event.settings, "plan": changed(event.settings["plan"])})
+        if "plan" in event.settings
+        else event
+        for event in case.events
+    )
+    return replace(case, plan=changed(case.plan), events=events)
 
 
 def _draw_parts(random: Random) -> tuple[Part, ...]:
@@ -171,7 +212,10 @@ def _draw_parts(random: Random) -> tuple[Part, ...]:
         # What is refused must be so on all ranks.
         uses = random.choice(USES) if random.random() < 0.3 and kind not in REFUSED else "once"
         frozen = random.choice(FROZEN) if random.random() < 0.3 else "nothing"
-        parts.append(Part(kind=kind, uses=uses, frozen=frozen, tied=tied))
+        hooked = random.choice(HOOKED) if random.random() < 0.15 else "nothing"
+        # A checkpoint computes again, and so would write twice.
+        checkpointed = random.random() < 0.1 and kind not in (*REFUSED, *WRITING, "dropout") and hooked != "look"
+        parts.append(Part(kind=kind, uses=uses, frozen=frozen, tied=tied, hooked=hooked, checkpointed=checkpointed))
     return tuple(parts)
 
 
@@ -183,10 +227,15 @@ def _draw_step(random: Random, *, narrow: bool) -> dict[str, Any]:
     if narrow and drawn["clip"] == "norm":
         # The norm's last bits depend on the strategy, and so would those of the weights.
         drawn["clip"] = "none"
+    if narrow:
+        drawn |= {"autocast": False, "retain": False}
+    if drawn.get("retain"):
+        # Each backward gives the same, and twice that is exact.
+        drawn |= {"passes": 1, "forwards": 1, "backwards": 1}
     return {name: value for name, value in drawn.items() if value != EVENTS["step"][name][0]}
 
 
-def _draw_event(random: Random, *, plan: dict[str, Any], num_parts: int, num_ranks: int) -> Event:
+def _draw_event(random: Random, *, plan: dict[str, Any], parts: Sequence[Part], num_ranks: int) -> Event:
     kind = "step" if random.random() < 0.4 else random.choice(list(EVENTS))
     if kind == "extend" and ("owned" in plan or plan.get("units") == "leaf") and random.random() < 0.8:
         kind = "mean count"
@@ -198,10 +247,14 @@ def _draw_event(random: Random, *, plan: dict[str, Any], num_parts: int, num_ran
         # The loop over slices would write some of them before one with an owner is refused.
         settings["how"] = "whole"
     if "part" in EVENTS[kind]:
-        settings["part"] = random.randrange(num_parts)
+        have_setting = [number for number, part in enumerate(parts) if part.kind in SETTINGS]
+        settings["part"] = random.choice((kind == "set" and have_setting) or range(len(parts)))
+        if kind == "fail" and parts[settings["part"]].uses in ("never", "sometimes"):
+            # An error that not all ranks raise ends a job.
+            settings["where"] = "head"
     if "plan" in EVENTS[kind]:
         like = plan if kind == "replan" else None
-        drawn = draw_plan(random, num_parts=num_parts, num_ranks=num_ranks, like=like, may_be_narrow=False)
+        drawn = draw_plan(random, num_parts=len(parts), num_ranks=num_ranks, like=like, may_be_narrow=False)
         # What is computed stays as it was, so that the oracle of the case stays the same.
         if narrow:
             drawn.pop("compile", None)

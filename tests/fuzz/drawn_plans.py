@@ -24,7 +24,7 @@ LEFT_OUT = {
 # The values that are drawn, by key; the first is the default.
 VALUES: dict[str, list[Any]] = {
     "strategy": list(STRATEGIES),
-    "units": ["auto", "none", "leaf", "min-params:20", "auto + parts.0"],
+    "units": ["auto", "none", "leaf", "min-params:20", "auto + parts.0", "parts"],
     "accumulate_reduced": [False, True],
     "precision": ["fp32", "bf16", "fp16", "fp8"],
     "reduce_dtype": ["fp32", "bf16"],
@@ -86,7 +86,8 @@ def draw_plan(
     if random.random() < 0.2:
         plan["recompute_overrides"] = {random.choice(patterns): random.choice(VALUES["recompute"])}
     if random.random() < 0.2:
-        plan["mesh"] = [num_ranks, 1] if random.random() < 0.5 else [1, num_ranks]
+        replicate = random.choice([number for number in range(1, num_ranks + 1) if num_ranks % number == 0])
+        plan["mesh"] = [replicate, num_ranks // replicate]
     if random.random() < 0.1 and "offload_states" not in plan:
         plan["owned"] = [_OWNED]
     for name in ("offload_states", "offload_activations"):
@@ -135,8 +136,10 @@ def is_narrow(plan: dict[str, Any]) -> bool:
 
 def as_plan(keys: dict[str, Any], *, model: nn.Module) -> Plan:
     """Return the plan for a model, without patterns that match none of its units: those are refused."""
-    names = list(unit_modules(model, policy=keys.get("units", "auto")))
     found = dict(keys)
+    if keys.get("units") == "parts":
+        found["units"] = " + ".join(["auto", *(f"parts.{number}" for number in range(len(model.parts)))])
+    names = list(unit_modules(model, policy=found.get("units", "auto")))
     for key in ("overrides", "recompute_overrides"):
         given = keys.get(key, {})
         found[key] = {name: value for name, value in given.items() if name not in unmatched(given, names)}

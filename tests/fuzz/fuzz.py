@@ -28,6 +28,7 @@ def main() -> int:
     first, _, last = asked.seeds.partition(":")
     starts = range(int(first), int(last), _CHUNK) if last else count(int(first), _CHUNK)
     kinds: Counter[str] = Counter()
+    replayed: Counter[str] = Counter()
     refusals: Counter[str] = Counter()
     possible = all_pairs()
     tried_pairs: set[tuple[str, str]] = set()
@@ -42,6 +43,7 @@ def main() -> int:
             num_left_out += len(cases) - len(tried)
             for case, found in outcomes(tried, num_ranks=asked.ranks):
                 kinds[found.kind] += 1
+                replayed += Counter(graphs=case.graphs, cases=found.replayed > 0, calls=found.replayed)
                 tried_pairs.update(combinations(sorted(case.features()), 2))
                 if found.kind == "refused":
                     refusals[found.line.rsplit("): ", 1)[-1][:110]] += 1
@@ -57,7 +59,9 @@ def main() -> int:
     speed = sum(kinds.values()) / seconds
     missing = sorted(possible - tried_pairs)
     print(
-        f"{dict(kinds)}, {num_left_out} left out, in {seconds:.0f} s, {speed:.1f} cases per second; "
+        f"{dict(kinds)}, {num_left_out} left out, {replayed['calls']} replays in {replayed['cases']} of "
+        f"{replayed['graphs']} cases with graphs, "
+        f"in {seconds:.0f} s, {speed:.1f} cases per second; "
         f"{1 - len(missing) / len(possible):.1%} of {len(possible)} pairs of features tried"
     )
     if missing:

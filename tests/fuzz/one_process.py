@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from compositions import Case
 from parts import loss_of
+from python_parts import Interrupted, interrupted, memory_of, remember
 from torch import Tensor, nn
 from worlds import CLIP_VALUE, DECAY, FACTOR, MAX_NORM, Observed, World, scaled
 
@@ -20,6 +21,7 @@ class OneProcess(World):
         super().__init__(case, num_ranks=num_ranks, device=device)
         self.rank = rank
         self.buffers = [self._copied(self.model.buffers()) for _ in range(num_ranks)]
+        self.memories = [memory_of(self.model.parts) for _ in range(num_ranks)]
         self.awaits_backward = False
         self._forget_gradients()
 
@@ -39,6 +41,8 @@ class OneProcess(World):
         clip: str = "none",
         set_to_none: bool = True,
         by: str = "forward",
+        retain: bool = False,
+        autocast: bool = False,
     ) -> Observed:
         losses: list[float] = []
         is_one_call = by == "shardwise.step"
@@ -46,7 +50,9 @@ class OneProcess(World):
         states: list[Any] = [None] * self.num_ranks if is_one_call else []
         for number in range(passes):
             for _again in range(backwards):
-                losses += self._each_rank(forwards, states=states, divisor=passes if is_one_call else 1)
+                with torch.autocast(self.device.type, torch.bfloat16, enabled=autocast):
+                    divisor = passes if is_one_call else 1
+                    losses += self._each_rank(forwards, states=states, divisor=divisor, retain=retain)
                 is_last = number + 1 == passes
                 if is_last or self.keys.get("accumulate_reduced") or self.keys.get("dynamic"):
                     self._reduce()
@@ -77,6 +83,7 @@ class OneProcess(World):
         num_ranks: int | None = None,
         states: list[Any] | None = None,
         divisor: int = 1,
+        retain: bool = False,
     ) -> list[float]:
         """Run the same forwards, and their backward, for each rank; return this rank's losses."""
         found: list[float] = []
@@ -89,17 +96,22 @@ class OneProcess(World):
                     self._set_random(states[rank])
                 else:
                     self.seed_forward(rank, number=number)
-                loss = loss_of(self.model, self.batch(rank, number=number))
+                try:
+                    loss = loss_of(self.model, self.batch(rank, number=number))
+                except Interrupted:
+                    loss = torch.zeros(())
                 losses.append(loss / divisor if divisor > 1 else loss)
-                self.buffers[rank] = self._copied(self.model.buffers())
+                self._keep_state(rank)
             if rank == self.rank:
                 found = [loss.item() for loss in losses]
-            if backward:
-                sum(losses).backward()
+            for is_kept in [True, False] if retain else [False] * backward:
+                sum(losses).backward(retain_graph=is_kept)
                 self._keep_grads(rank)
+                # A checkpoint computes again.
+                self._keep_state(rank)
             if states:
                 states[rank] = self._random()
-        self._set_buffers(0)
+        self._set_state(0)
         self.num_forwards += forwards
         if torch.is_grad_enabled():
             self.awaits_backward = self.awaits_backward and not backward
@@ -120,7 +132,7 @@ class OneProcess(World):
             if not self.awaits_backward:
                 self._share_buffers()
             self.awaits_backward = True
-        self._set_buffers(rank)
+        self._set_state(rank)
 
     def _share_buffers(self) -> None:
         self.buffers = [self._copied(self.buffers[0]) for _ in self.buffers]
@@ -135,7 +147,12 @@ class OneProcess(World):
     def _copied(self, buffers: Iterable[Tensor]) -> list[Tensor]:
         return [buffer.clone() for buffer in buffers]
 
-    def _set_buffers(self, rank: int) -> None:
+    def _keep_state(self, rank: int) -> None:
+        self.buffers[rank] = self._copied(self.model.buffers())
+        self.memories[rank] = memory_of(self.model.parts)
+
+    def _set_state(self, rank: int) -> None:
+        remember(self.model.parts, self.memories[rank])
         for buffer, value in zip(self.model.buffers(), self.buffers[rank], strict=True):
             # Unseen by autograd, which may have saved the buffer: these are several processes in one.
             buffer.data.copy_(value)
@@ -173,9 +190,13 @@ class OneProcess(World):
         self.model.train()
         return {"loss": loss}
 
-    @torch.no_grad()
-    def evaluate(self, *, training: bool) -> Observed:
-        return self.drop_a_forward(training=training)
+    def evaluate(self, *, training: bool, under: str = "no_grad") -> Observed:
+        with getattr(torch, under)():
+            return self.drop_a_forward(training=training)
+
+    def fail(self, *, part: int, where: str) -> None:
+        with interrupted(self.failing(part, where)):
+            self._each_rank(1, backward=False)
 
     def join(self) -> Observed:
         losses = self._each_rank(1)
@@ -254,6 +275,8 @@ class OneProcess(World):
         state = self.model.state_dict()
         names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         found = {name: value.clone() for name, value in state.items() if name in names or self.rank == 0}
+        remember(self.model.parts, self.memories[self.rank])
+        found["memory"] = self.memory()
         if self.averages is not None:
             named = dict(self.model.named_parameters())
             for name, value in self.averages.items():

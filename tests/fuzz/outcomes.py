@@ -31,6 +31,8 @@ from shardwise.errors import ShardwiseError
 Seen = Observed | Exception
 
 TIMEOUT_SECONDS = 20.0
+# Of a case whose units are graphs, in addition.
+TRACING_SECONDS = 8.0
 # Of float64 results, relative to the largest value of each tensor, as DESIGN has it for AdamW.
 BOUND = 1e-10
 # Where values are larger, training has diverged, and rounding with it.
@@ -38,9 +40,18 @@ DIVERGED = 1e8
 # Of the norms of gradients, which are returned in fp32 and depend on the order in which slices are added up.
 NORM_BOUND = 1e-6
 # An error inside of these ends the training; after one in any other event it continues.
-_TRAINING = ("step", "drop a forward", "grad norms", "evaluate")
+_TRAINING = ("step", "drop a forward", "grad norms", "evaluate", "fail")
 
 
+# Of a part, one after the other.
+_SIMPLER: tuple[dict[str, Any], ...] = (
+    {"uses": "once"},
+    {"frozen": "nothing"},
+    {"tied": False},
+    {"hooked": "nothing"},
+    {"checkpointed": False},
+    {"kind": "square"},
+)
 _END = Event(kind="end")
 
 
@@ -161,8 +172,9 @@ def outcomes(cases: Sequence[Case], *, num_ranks: int, chunk: int = 25) -> Itera
     """Yield each case with its outcome. Cases share a job; where one fails in it, those of its chunk run one by one."""
     for start in range(0, len(cases), chunk):
         part = cases[start : start + chunk]
+        limit_seconds = TIMEOUT_SECONDS * 2 + TRACING_SECONDS * sum(case.graphs for case in part)
         try:
-            rows = run_ranks(run_cases, num_ranks=num_ranks, args=(part,), timeout_seconds=TIMEOUT_SECONDS * 2)
+            rows = run_ranks(run_cases, num_ranks=num_ranks, args=(part,), timeout_seconds=limit_seconds)
         except RankFailed:
             yield from ((case, outcome(case, num_ranks=num_ranks)) for case in part)
             continue
@@ -239,10 +251,12 @@ def simpler(case: Case) -> Iterator[Case]:
                         plan = {k: v for k, v in event.settings["plan"].items() if k != key}
                         yield _with_event(case, at, replace(event, settings={**event.settings, "plan": plan}))
     for at, part in enumerate(case.parts):
-        for change in ({"uses": "once"}, {"frozen": "nothing"}, {"tied": False}, {"kind": "square"}):
+        for change in _SIMPLER:
             simple = replace(part, **change)
             if simple != part:
                 yield replace(case, parts=(*case.parts[:at], simple, *case.parts[at + 1 :]))
+    if case.graphs:
+        yield replace(case, graphs=False)
     if case.late:
         yield replace(case, late=False)
     if case.optimizer != "sgd":

@@ -5,11 +5,14 @@ Inputs are (samples, TIME, WIDTH). A part is a unit of the model, `parts.N`; `fi
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from python_parts import HOOKS, OTHERS, SETTINGS, WRITING, Penalised, hook
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 WIDTH = 4
 TIME = 3
@@ -18,22 +21,29 @@ TIME = 3
 Batch = dict[str, Any]
 USES = ("once", "twice", "never", "sometimes")
 FROZEN = ("nothing", "some", "all")
+HOOKED = ("nothing", *HOOKS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """One block: a kind of PARTS, how it is called, what of it is frozen, and whether its weight is that of part 0.
 
-    uses   sometimes: in every other call of the model, on alternating ranks
+    uses           sometimes: in every other call of the model, on alternating ranks
+    hooked         how an inner module is hooked before the model is prepared
+    checkpointed   the model calls it inside of torch.utils.checkpoint
     """
 
     kind: str
     uses: str = "once"
     frozen: str = "nothing"
     tied: bool = False
+    hooked: str = "nothing"
+    checkpointed: bool = False
 
     def features(self) -> set[str]:
-        return {f"part {self.kind}", f"used {self.uses}", f"frozen {self.frozen}", *(["tied"] if self.tied else [])}
+        flags = {"tied": self.tied, "checkpointed": self.checkpointed, f"hooked {self.hooked}": True}
+        found = {name for name, is_set in flags.items() if is_set}
+        return {f"part {self.kind}", f"used {self.uses}", f"frozen {self.frozen}", *found}
 
 
 class Plain(nn.Module):
@@ -92,11 +102,12 @@ class Normed(nn.Module):
 class BatchNormed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.BatchNorm1d(TIME)
+        # Without a bias: it has no gradient but rounding, which Adam scales up.
+        self.up = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.norm = nn.BatchNorm1d(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.norm(self.up(x)))
+        return x + torch.tanh(self.norm(self.up(x).transpose(1, 2)).transpose(1, 2))
 
 
 class Looked(nn.Module):
@@ -271,10 +282,20 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
     "odd shapes": Odd,
     "nested": Nested,
     "wide": Wide,
+    "keywords": Named,
+    **{kind: partial(made, WIDTH) for kind, made in (SETTINGS | WRITING | OTHERS).items()},
+}
+# Kinds that take or return other things than one tensor, and how they are called.
+CALLS: dict[str, Callable[[Callable[..., Any], Tensor], Tensor]] = {
+    "keywords": lambda call, x: call(hidden=x, factor=0.5)["hidden"],
+    "listed": lambda call, x: torch.add(*call([x, 0.5 * x])),
+    "keyed": lambda call, x: (found := call({"hidden": x, "pair": (x + 1, [x])}))["hidden"] + found["others"][0],
 }
 # Kinds whose weight `up.weight` can be that of another of these.
 SQUARE = ("square", "clamped", "odd shapes")
 
+# Kinds that write buffers in forward.
+BUFFERS = ("batch norm", "spectral norm")
 # Kinds that are refused under some or all strategies; drawn less often.
 REFUSED = ("max_norm", "clamped")
 
@@ -291,16 +312,21 @@ class Model(nn.Module):
                 module.up.weight = self.parts[0].up.weight
             if part.frozen != "nothing":
                 freeze(module, part.frozen)
+            if part.hooked != "nothing":
+                hook(module, part.hooked)
 
     def forward(self, x: Tensor, key: int) -> Tensor:
         x = self.first(x)
         for number, (part, module) in enumerate(zip(self.described, self.parts, strict=True)):
             if part.uses == "never" or (part.uses == "sometimes" and (key + number) % 2):
                 continue
-            x = module(x)
-            if part.uses == "twice":
-                x = module(x)
+            for _ in range(1 + (part.uses == "twice")):
+                x = self._call(part, module, x)
         return self.head(x)
+
+    def _call(self, part: Part, module: nn.Module, x: Tensor) -> Tensor:
+        call = partial(checkpoint, module, use_reentrant=False) if part.checkpointed else module
+        return CALLS[part.kind](call, x) if part.kind in CALLS else call(x)
 
     def loss_of(self, batch: Batch) -> Tensor:
         """A method that can stand for the forward (shardwise.forward_method)."""
@@ -308,8 +334,11 @@ class Model(nn.Module):
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+    lists = [module.losses for module in model.modules() if isinstance(module, Penalised)]
+    for losses in lists:
+        losses.clear()
     found: Tensor = (model(batch["x"], batch["key"]) - batch["y"]).square().mean()
-    return found
+    return sum((loss / 10 for losses in lists for loss in losses), found)
 
 
 def freeze(module: nn.Module, how: str) -> None:

@@ -3,7 +3,7 @@
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from compositions import Case
 from drawn_plans import FP8_UNITS, NARROW, as_plan
 from late import LateCollectives
 from parts import Batch, Model, loss_of
+from python_parts import Interrupted, interrupted, memory_of, remember
 from torch import Tensor, nn
 from worlds import CLIP_VALUE, DECAY, FACTOR, MAX_NORM, Observed, World, scaled
 
@@ -59,24 +60,33 @@ class Rank(World):
         clip: str = "none",
         set_to_none: bool = True,
         by: str = "forward",
+        retain: bool = False,
+        autocast: bool = False,
     ) -> Observed:
         if by == "shardwise.step":
             found = self._step_by_call(passes, clip=clip)
         else:
-            found = self._step_by_loop(passes, forwards, backwards, clip=clip, by=by)
+            cast = torch.autocast(self.device.type, torch.bfloat16, enabled=autocast)
+            found = self._step_by_loop(passes, forwards, backwards, clip=clip, by=by, retain=retain, cast=cast)
             self.optimizer.zero_grad(set_to_none=set_to_none)
         if self.averages is not None:
             self.averages.update()
         return found
 
-    def _step_by_loop(self, passes: int, forwards: int, backwards: int, *, clip: str, by: str) -> Observed:
+    def _step_by_loop(
+        self, passes: int, forwards: int, backwards: int, *, clip: str, by: str, retain: bool, cast: torch.autocast
+    ) -> Observed:
         losses: list[float] = []
         norms: list[float] = []
         for number in range(passes):
             with shardwise.accumulate(self.model, enabled=number + 1 < passes):
                 for _ in range(backwards):
-                    found = [self._loss(by=by) for _ in range(forwards)]
-                    self.scaler.scale(sum(found)).backward()
+                    with cast:
+                        found = [self._loss(by=by) for _ in range(forwards)]
+                    total = self.scaler.scale(sum(found))
+                    if retain:
+                        total.backward(retain_graph=True)
+                    total.backward()
                     losses += [loss.item() for loss in found]
         if clip != "none":
             self.scaler.unscale_(self.optimizer)
@@ -124,11 +134,14 @@ class Rank(World):
         finally:
             self.model.train()
 
-    @torch.no_grad()
-    def evaluate(self, *, training: bool) -> Observed:
+    def evaluate(self, *, training: bool, under: str = "no_grad") -> Observed:
         # Ranks may call different parts.
-        with shardwise.evaluating(self.model):
+        with shardwise.evaluating(self.model), getattr(torch, under)():
             return self.drop_a_forward(training=training)
+
+    def fail(self, *, part: int, where: str) -> None:
+        with suppress(Interrupted), interrupted(self.failing(part, where)):
+            self._loss()
 
     def join(self) -> Observed:
         """Rank 0 has one batch more than the others."""
@@ -212,6 +225,7 @@ class Rank(World):
         model = self.make_model(self.case.seed + 1)
         for parameter, flag in zip(model.parameters(), flags, strict=True):
             parameter.requires_grad_(flag)
+        remember(model.parts, memory_of(self.model.parts))
         optimizer = self.make_optimizer(model)
         self._prepare(model, optimizer, keys)
         return model, optimizer
@@ -288,6 +302,7 @@ class Rank(World):
         state = self.model.state_dict()
         names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         found = {name: value.clone() for name, value in state.items() if name in names or self.rank == 0}
+        found["memory"] = self.memory()
         if self.averages is not None:
             with self.averages.applied(), torch.no_grad():
                 found["loss of the average"] = self._loss().item()

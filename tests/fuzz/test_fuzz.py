@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import rank_world
-from compositions import NOT_CALLED, Case, Event, all_pairs, draw_case
-from drawn_plans import unlisted
+from compositions import NOT_CALLED, Case, Event, all_pairs, draw_case, with_graphs
+from drawn_plans import is_narrow, unlisted
 from open_faults import OPEN_FAULTS, why_left_out
 from outcomes import cut_down, outcome, outcomes
 from parts import PARTS, Part
@@ -57,9 +57,9 @@ def test_features_of_cases_are_those_that_pairs_are_counted_of() -> None:
 
 
 def test_open_faults_concern_few_cases() -> None:
-    cases = [draw_case(seed, num_ranks=2) for seed in range(NUM_SEEDS)]
+    cases = [draw_case(seed, num_ranks=2) for seed in range(2000)]
     left_out = [case for case in cases if why_left_out(case)]
-    assert len(left_out) < NUM_SEEDS / 8, Counter(map(why_left_out, left_out))
+    assert len(left_out) < len(cases) / 8, Counter(map(why_left_out, left_out))
     assert {why_left_out(case) for case in left_out} == set(OPEN_FAULTS)
 
 
@@ -134,6 +134,14 @@ def test_a_plan_is_changed_after_a_model_was_extended() -> None:
     )
     case = Case(parts=(Part(kind="plain"),), plan={"strategy": "zero2"}, events=events)
     assert outcome(case, num_ranks=2).kind == "equal"
+
+
+def test_most_cases_with_graphs_replay_some() -> None:
+    drawn = [draw_case(seed, num_ranks=1) for seed in range(16)]
+    cases = [with_graphs(case) for case in drawn if not case.graphs and not is_narrow(dict(case.plan))]
+    found = [one for _, one in outcomes(cases, num_ranks=1)]
+    assert {one.kind for one in found} <= {"equal", "refused"}
+    assert sum(one.replayed > 0 for one in found) > len(found) / 2
 
 
 # Cases that have failed, cut down, by what was wrong.

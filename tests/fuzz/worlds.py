@@ -8,9 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from compositions import Case, Event
-from parts import TIME, WIDTH, Batch, Model, freeze, make
+from compositions import SIZES, Case, Event
+from parts import WIDTH, Batch, Model, freeze, make
+from python_parts import hook, memory_of
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 Observed = dict[str, Any]
 MAX_NORM, CLIP_VALUE, FACTOR, DECAY = 0.5, 0.01, 0.9, 0.5
@@ -20,6 +22,8 @@ class World:
     """The model, its optimizer, batches, and the count of forwards, which seeds each of them.
 
     extended   the model's head was replaced after it was prepared
+    changes    what events have changed in Python: (method, part, value)
+    sizes      the rows and lengths of batches, by turns
     """
 
     def __init__(self, case: Case, *, num_ranks: int, device: torch.device) -> None:
@@ -28,6 +32,8 @@ class World:
         self.device = device
         self.dtype = torch.float64 if case.double else torch.float32
         self.extended = False
+        self.changes: list[tuple[str, int, Any]] = []
+        self.sizes = SIZES["usual"]
         self.model = self.make_model(case.seed)
         self.optimizer = self.make_optimizer(self.model)
         self.keys = dict(case.plan)
@@ -35,7 +41,10 @@ class World:
         self.averages: Any = None
 
     def make_model(self, seed: int) -> Model:
-        return make(self.case.parts, seed=seed).to(self.device, self.dtype)
+        model = make(self.case.parts, seed=seed).to(self.device, self.dtype)
+        for change in self.changes:
+            _change(model, *change)
+        return model
 
     def make_optimizer(self, model: Model) -> torch.optim.Optimizer:
         head = list(model.head.parameters()) if self.extended else []
@@ -61,8 +70,9 @@ class World:
     def batch(self, rank: int, *, number: int) -> Batch:
         """Return a rank's micro-batch in forward `number`."""
         generator = torch.Generator().manual_seed(self._seed(rank, number))
-        x = torch.randn(2, TIME, WIDTH, generator=generator, dtype=torch.float64).to(self.device, self.dtype)
-        y = torch.randn(2, TIME, 1, generator=generator, dtype=torch.float64).to(self.device, self.dtype)
+        rows, length = self.sizes[(number + rank) % len(self.sizes)]
+        x = torch.randn(rows, length, WIDTH, generator=generator, dtype=torch.float64).to(self.device, self.dtype)
+        y = torch.randn(rows, length, 1, generator=generator, dtype=torch.float64).to(self.device, self.dtype)
         # A captured step belongs to one value of each plain input.
         branches = any(part.uses == "sometimes" for part in self.case.parts)
         return {"x": x, "y": y, "key": (number + rank) % 2 if branches else 0}
@@ -79,6 +89,27 @@ class World:
     def freeze(self, *, part: int, how: str) -> None:
         freeze(self.model.parts[part], how)
 
+    def set(self, *, part: int, factor: float) -> None:
+        self._change("set", part, factor)
+
+    def hook(self, *, part: int, how: str) -> None:
+        self._change("hook", part, how)
+
+    def _change(self, *change: Any) -> None:
+        self.changes.append(change)
+        _change(self.model, *change)
+
+    def resize(self, *, how: str) -> None:
+        self.sizes = SIZES[how]
+
+    def failing(self, part: int, where: str) -> nn.Module:
+        """Return the module that is to fail: the first inner one of a part, or the model's last."""
+        return self.model.head if where == "head" else next(self.model.parts[part].children())
+
+    def memory(self) -> dict[str, Any]:
+        """Return what the forwards of parts have written in Python."""
+        return {str(number): leaf for number, leaf in enumerate(tree_leaves(memory_of(self.model.parts)))}
+
     def lr(self) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] *= 0.5
@@ -94,6 +125,14 @@ class World:
 
     def add_head(self) -> None:
         self.optimizer.add_param_group({"params": list(self.model.head.parameters())})
+
+
+def _change(model: Model, method: str, part: int, value: Any) -> None:
+    module: Any = model.parts[part]
+    if method == "hook":
+        hook(module, value)
+    elif hasattr(module, "set"):
+        module.set(value)
 
 
 def scaled(state: dict[str, Any]) -> dict[str, Any]:

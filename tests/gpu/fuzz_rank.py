@@ -22,6 +22,7 @@ from compositions import Case, Event, draw_case, with_graphs  # noqa: E402
 from drawn_plans import is_narrow  # noqa: E402
 from open_faults import why_left_out  # noqa: E402
 from outcomes import Outcome, run_cases  # noqa: E402
+from python_parts import SETTINGS, WRITING  # noqa: E402
 
 from shardwise.comm.agreement import exchange  # noqa: E402
 from shardwise.engine.unit_graphs import unit_graphs  # noqa: E402
@@ -34,6 +35,9 @@ def captured(case: Case) -> Case:
     """Return the case with every step as one call, often enough to be captured and replayed."""
     events: list[Event] = []
     for event in case.events:
+        if event.kind in ("set", "hook"):
+            # Only attributes and closures are guarded, and a replay runs no hooks.
+            continue
         if event.kind != "step":
             events.append(event)
             continue
@@ -43,8 +47,13 @@ def captured(case: Case) -> Case:
         events += [Event(kind="step", settings={**kept, "by": "shardwise.step"})] * _REPEATS
     # An update on the host rounds differently from one on the device.
     on_host = any(plan.get("offload_states") for plan in case.plans())
+    # What is read or written in Python is none of a captured step's.
+    kinds = [*SETTINGS, *WRITING]
+    parts = tuple(
+        replace(part, hooked="nothing", kind="plain" if part.kind in kinds else part.kind) for part in case.parts
+    )
     # Late results are delivered by the CPU, which a graph does without.
-    return replace(case, events=tuple(events), late=False, double=case.double or on_host)
+    return replace(case, parts=parts, events=tuple(events), late=False, double=case.double or on_host)
 
 
 def captured_units(case: Case) -> Case:

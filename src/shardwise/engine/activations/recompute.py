@@ -57,15 +57,20 @@ def recompute_unit(module: nn.Module, *, mode: str, pack: Callable[[Tensor], Sav
 
 
 def recompute_graph(
-    function: Callable[..., Any], *inputs: Any, written: AbstractSet[int], products: Products | None
+    function: Callable[..., Any],
+    *inputs: Any,
+    written: AbstractSet[int],
+    products: Products | None,
+    writes_again: bool = False,
 ) -> Any:
     """Call a function of explicit inputs, and have backward recompute what it computes.
 
-    `written`: the numbers of the inputs that it writes, as buffers; a recomputation writes into copies.
+    `written`: the numbers of the inputs that it writes, as buffers; a recomputation writes into copies. With
+    `writes_again` it writes into them again, as one by torch.utils.checkpoint does.
     """
     if not torch.is_grad_enabled():
         return function(*inputs)
-    call = _GraphCall(function, inputs, written=written, products=products)
+    call = _GraphCall(function, inputs, written=written, products=products, writes_again=writes_again)
     # torch would save those that are written, too, and refuse them afterwards.
     unwritten = [None if number in written else one for number, one in enumerate(inputs)]
     return checkpoint(call, *unwritten, use_reentrant=False, preserve_rng_state=not draws_nothing())
@@ -240,12 +245,14 @@ class _GraphCall(_Call):
         *,
         written: AbstractSet[int],
         products: Products | None,
+        writes_again: bool,
     ) -> None:
         parameters = [one for one in inputs if isinstance(one, nn.Parameter)]
         super().__init__(what="a unit", parameters=parameters, products=products)
         self._function = function
         self._given: tuple[Any, ...] = inputs
-        self._copies = {number: inputs[number].clone() for number in written}
+        self._writes_again = writes_again
+        self._copies = {number: inputs[number] if writes_again else inputs[number].clone() for number in written}
 
     def _first(self) -> Any:
         given, self._given = self._given, ()
@@ -253,5 +260,5 @@ class _GraphCall(_Call):
 
     def _again(self, *inputs: Any) -> None:
         # Copies, because there may be another recomputation.
-        copies = {number: copy.clone() for number, copy in self._copies.items()}
+        copies = {number: one if self._writes_again else one.clone() for number, one in self._copies.items()}
         self._function(*(copies.get(number, one) for number, one in enumerate(inputs)))

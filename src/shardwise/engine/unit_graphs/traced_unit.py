@@ -99,7 +99,8 @@ class TracedUnit:
         if self._recompute == "none" and not self.is_checkpointed:
             return graph.function
         written = graph.written if graph.has_run else graph.buffers
-        return partial(recompute_graph, graph.function, written=written, products=self._products)
+        again = self.is_checkpointed and self._recompute == "none"
+        return partial(recompute_graph, graph.function, written=written, products=self._products, writes_again=again)
 
     def is_gathered(self, tensor: Tensor) -> bool:
         """Return whether a tensor is a parameter, or lies where parameters are gathered, as weights in fp8 do."""

@@ -93,7 +93,12 @@ class UnitCalls:
     def _run(self, unit: TracedUnit, graph: TracedGraph, inputs: tuple[Any, ...]) -> Outputs:
         """Run a traced graph of a unit."""
         self._num_run += 1
-        if self.mode in (Mode.RECORDED, Mode.REPLAYED) and graph.has_run and not graph.why_not:
+        # A checkpoint writes buffers again in backward.
+        writes_again = unit.is_checkpointed and bool(graph.written)
+        if writes_again:
+            self._reports.note("capture: ordinary units where torch.utils.checkpoint is around one that writes buffers")
+        is_graph = self.mode in (Mode.RECORDED, Mode.REPLAYED) and graph.has_run
+        if is_graph and not graph.why_not and not writes_again:
             outputs = self._graphed(unit, graph, inputs)
             if outputs is not None:
                 return outputs
