@@ -183,8 +183,9 @@ def outcomes(cases: Sequence[Case], *, num_ranks: int, chunk: int = 25) -> Itera
 
 def outcome(case: Case, *, num_ranks: int) -> Outcome:
     """Return the outcome of one case, in a job of its own if it fails."""
+    limit_seconds = TIMEOUT_SECONDS * (2 if case.graphs else 1)
     try:
-        rows = run_ranks(run_cases, num_ranks=num_ranks, args=([case],), timeout_seconds=TIMEOUT_SECONDS)
+        rows = run_ranks(run_cases, num_ranks=num_ranks, args=([case],), timeout_seconds=limit_seconds)
     except RankFailed as error:
         text = str(error).split("\n---")[0]
         # The last line of a traceback that is not indented.
