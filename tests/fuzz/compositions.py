@@ -55,6 +55,7 @@ NOT_CALLED = {
     **dict.fromkeys(("DistributedSampler", "PadToMultiple"), "need no model"),
     **dict.fromkeys(("tape", "summary"), "views of what ran"),
     "predict": "nothing is trained",
+    "smaller_plan": "nothing is trained",
     "capture": "called by shardwise.step",
     "protect": "restarts ranks: tests/dist/test_recovery.py",
 }
