@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -234,14 +235,21 @@ def test_browser_in_the_terminal_is_not_opened(monkeypatch: pytest.MonkeyPatch) 
 
 def test_ctrl_c_ends_the_server() -> None:
     command = [sys.executable, "-m", "shardwise", "plan", "gpt-tiny", "--serve", "--no-browser", "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    # A shell starts what runs in the background without SIGINT.
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heard
+    ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         line = process.stdout.readline()
         assert line.startswith("http://127.0.0.1:"), process.stderr.read()
         assert line.endswith("/ (Ctrl+C to stop)\n")
         os.kill(process.pid, signal.SIGINT)
-        assert process.wait(timeout=30) == 0
+        try:
+            assert process.wait(timeout=30) == 0
+        finally:
+            process.kill()
         assert process.stderr.read() == ""
 
 
