@@ -36,7 +36,7 @@ def test_an_error_that_passes_on_the_failure_of_a_rank_is_an_echo_that_names_it(
 
 
 def test_a_failure_that_the_next_start_avoids_passes_and_carries_its_notes() -> None:
-    error = torch.OutOfMemoryError("CUDA out of memory")
+    error = RuntimeError("out of memory")
     error.add_note("held then: params")
     error.add_note("during step 3")
     assert not raised(error).passing
