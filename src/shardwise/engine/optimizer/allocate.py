@@ -69,7 +69,10 @@ def _copy(tensor: Tensor, *, apart: torch.cuda.Stream | None) -> Tensor:
     with torch.cuda.stream(apart):
         copy = torch.empty_like(tensor)
     if apart is not None:
-        copy.record_stream(torch.cuda.current_stream(tensor.device))
+        current = torch.cuda.current_stream(tensor.device)
+        # Under deterministic algorithms torch fills new memory with NaN, on the stream that it belongs to.
+        current.wait_stream(apart)
+        copy.record_stream(current)
     return copy.copy_(tensor)
 
 

@@ -230,7 +230,8 @@ class UnitGraphs:
         if room and (size > room or not self._balance.pays):
             self._drop()
             return False
-        return room > 0
+        # Observed memory is forgotten with a form that failed.
+        return room > 0 and any(trains for trains, _ in self._observed)
 
     def _scaled(self, size: int) -> ObservedMemory:
         """Return what a pass of this size should need, from one that was observed."""
