@@ -135,7 +135,7 @@ def _reduce(sums: Tensor, *, engine: Engine, power: float, what: str) -> None:
 
 
 def _norms(grads: list[Tensor], power: float, *, device: torch.device) -> Tensor:
-    norms = torch._foreach_norm(grads, power, dtype=torch.float64)
+    norms = list(torch._foreach_norm(grads, power, dtype=torch.float64))
     if len({grad.device for grad in grads}) > 1:
         norms = [norm.to(device) for norm in norms]
     return torch.stack(norms).to(device)
