@@ -4,10 +4,10 @@ import torch
 
 
 def take_workspaces(device: torch.device) -> None:
-    """Have cuBLAS take its workspaces, on the current stream for this thread and for autograd's, before there are steps.
+    """Have cuBLAS take its workspaces on the current stream, for this thread and for autograd's.
 
-    Taken inside of a step they would lie in memory that it frees, which could then not be reused as a whole. So would
-    they now, if there were unused memory.
+    Taken inside of a step they would lie in memory that it frees, which could then not be reused as a whole; and now in
+    unused memory, if there were any.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()
