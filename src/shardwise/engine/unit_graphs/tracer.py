@@ -95,7 +95,7 @@ class Tracer:
         compiled: Callable[..., Outputs] | None = None
         if self.compiler != "none":
             compiled = torch_private.lookup_backend(self.compiler)(module, examples)
-        return TracedGraph(module, compiled=compiled)
+        return TracedGraph(module, compiled=compiled, writes_python=_writes_python())
 
     def _check_guards(self, entries: Sequence[Any]) -> list[bool]:
         # There torch 2.11 leaves the module whose attribute a guard finds missing; its guards would keep the model.
@@ -106,6 +106,15 @@ class Tracer:
             if entry.has_value and isinstance(entry.value, _GENERATORS):
                 raise _Declined(f"{entry.name} is a generator of random numbers of its own")
         return [True] * len(entries)
+
+
+def _writes_python() -> bool:
+    """Return whether the code that is traced now writes into objects that were there before."""
+    effects = torch_private.InstructionTranslator.current_tx().output.side_effects
+    return any(
+        effects.is_modified(one) and not isinstance(one.mutation_type, torch_private.AttributeMutationNew)
+        for one in effects.id_to_variable.values()
+    )
 
 
 class _Declined(Exception):  # noqa: N818 - is caught below
