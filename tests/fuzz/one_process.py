@@ -203,10 +203,23 @@ class OneProcess(World):
         self._reduce()
         self._update()
         losses += self._each_rank(1, num_ranks=1)
+        self._repeat_last_batch()
         self._reduce(num_counting=1)
         self._update()
         self._share_buffers()
         return {"losses": losses}
+
+    def _repeat_last_batch(self) -> None:
+        """Have ranks that have run out compute their batch again: it does not count, and changes their state in Python."""
+        number = self.num_forwards - 1
+        for rank in range(1, self.num_ranks):
+            self._set_state(rank)
+            self.seed_forward(rank, number=number)
+            loss_of(self.model, self.batch(rank, number=number)).backward()
+            self._keep_state(rank)
+            for parameter in self.model.parameters():
+                parameter.grad = None
+        self._set_state(0)
 
     def mean_count(self) -> Observed:
         return {"mean": (self.num_ranks + 1) / 2}

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from python_parts import HOOKS, OTHERS, SETTINGS, WRITING, Penalised, hook
+from python_parts import ELSEWHERE, HOOKS, OTHERS, SETTINGS, WRITING, Penalised, hook
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -283,7 +283,7 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
     "nested": Nested,
     "wide": Wide,
     "keywords": Named,
-    **{kind: partial(made, WIDTH) for kind, made in (SETTINGS | WRITING | OTHERS).items()},
+    **{kind: partial(made, WIDTH) for kind, made in (SETTINGS | WRITING | ELSEWHERE | OTHERS).items()},
 }
 # Kinds that take or return other things than one tensor, and how they are called.
 CALLS: dict[str, Callable[[Callable[..., Any], Tensor], Tensor]] = {

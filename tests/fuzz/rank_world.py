@@ -222,10 +222,11 @@ class Rank(World):
     def _made_again(self, keys: dict[str, Any]) -> tuple[Model, torch.optim.Optimizer]:
         """Return another model and optimizer that are prepared, and still have to be filled."""
         flags = [parameter.requires_grad for parameter in self.model.parameters()]
+        memory = memory_of(self.model.parts)
         model = self.make_model(self.case.seed + 1)
         for parameter, flag in zip(model.parameters(), flags, strict=True):
             parameter.requires_grad_(flag)
-        remember(model.parts, memory_of(self.model.parts))
+        remember(model.parts, memory)
         optimizer = self.make_optimizer(model)
         self._prepare(model, optimizer, keys)
         return model, optimizer

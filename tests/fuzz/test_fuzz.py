@@ -210,6 +210,41 @@ MENDED = {
         ),
         seed=1452,
     ),
+    "an input that is passed on by a layer that one rank calls": Case(
+        parts=(Part(kind="keyed", uses="sometimes"), Part(kind="plain")),
+        plan={"strategy": "fsdp", "units": "parts"},
+        events=(step(), step()),
+        seed=75,
+    ),
+    "state in Python where units are recomputed": Case(
+        parts=tuple(Part(kind=kind) for kind in ("counting", "remembering", "queueing", "penalised")),
+        plan={"strategy": "fsdp", "recompute": "full"},
+        events=(step(forwards=2), step(retain=True), step()),
+    ),
+    "state in Python in a checkpoint of the user, offloaded and recomputed": Case(
+        parts=(*(Part(kind=kind, checkpointed=True) for kind in ("remembering", "queueing", "spectral norm")),),
+        plan={"strategy": "zero2", "recompute": "selective", "offload_activations": True, "units": "leaf"},
+        events=(step(), step(), step()),
+    ),
+    "state in Python in a checkpoint of the user, with graphs": Case(
+        parts=(Part(kind="remembering", checkpointed=True), Part(kind="plain"), Part(kind="queueing", hooked="look")),
+        plan={"strategy": "fsdp", "units": "parts"},
+        events=(step(), step(), step(), step()),
+        double=True,
+        graphs=True,
+    ),
+    "buffers in a checkpoint of the user, recomputed, with graphs": Case(
+        parts=(Part(kind="spectral norm", checkpointed=True), Part(kind="plain")),
+        plan={"strategy": "ddp", "units": "parts", "recompute": "selective"},
+        events=(step(), step(), step(), step()),
+        double=True,
+        graphs=True,
+    ),
+    "a rank that repeats its last batch": Case(
+        parts=(Part(kind="counting"), Part(kind="remembering"), Part(kind="queueing", checkpointed=True)),
+        plan={"strategy": "zero1"},
+        events=(step(), Event(kind="join"), step()),
+    ),
 }
 
 
