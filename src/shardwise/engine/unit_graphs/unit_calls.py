@@ -95,6 +95,11 @@ class UnitCalls:
             self.observed.add_call(device.allocated_bytes() - before)
         self.num_replayed += bool(self._num_run) and not self._num_ordinary and self.mode is Mode.REPLAYED
         unit.note_call(num_graphs=self._num_run)
+        if unit.why_not:
+            # Found out just now, perhaps after others have been recorded; the line is the same for units of one class.
+            self._reports.note(
+                f"capture: ordinary units, not CUDA graphs: {type(unit.module).__name__}: {unit.why_not}"
+            )
         return result
 
     def _run(self, unit: TracedUnit, graph: TracedGraph, inputs: tuple[Any, ...]) -> Outputs:
