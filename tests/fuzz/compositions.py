@@ -9,7 +9,7 @@ from typing import Any
 from drawn_plans import FP8_UNITS, NARROW, draw_plan, is_narrow
 from drawn_plans import all_features as all_plan_features
 from drawn_plans import features as plan_features
-from parts import FROZEN, HOOKED, PARTS, REFUSED, SQUARE, USES, Part
+from parts import FROZEN, HOOKED, OTHER_MODEL, PARTS, REFUSED, SQUARE, USES, Part
 from python_parts import ELSEWHERE, FACTORS, HOOKS, SETTINGS
 
 OPTIMIZERS = ("sgd", "adamw", "adamw fused", "adam")
@@ -39,6 +39,7 @@ EVENTS: dict[str, dict[str, tuple[Any, ...]]] = {
     "reload": {"plan": (), "how": ("full state", "checkpoint", "fewer ranks")},
     "read": {"how": ("state_dict", "whole", "weight_stream", "full_state_dict")},
     "write": {"how": ("whole", "edit", "load_state_dict", "submodule", "in place")},
+    "together": {"how": ("turns", "teacher", "critic")},
     "join": {},
     "mean count": {},
     "extend": {},
@@ -87,7 +88,8 @@ class Event:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """`double`: the model is float64, and results agree within a bound instead of bit for bit. `late`: results of
-    collectives arrive as late as they may (tests/dist/late.py). `graphs`: units run as graphs as soon as they can."""
+    collectives arrive as late as they may (tests/dist/late.py). `graphs`: units run as graphs as soon as they can.
+    `other_parts`, `other_plan`: those of a second model, which events use together with the first."""
 
     parts: tuple[Part, ...]
     plan: Mapping[str, Any]
@@ -97,12 +99,18 @@ class Case:
     late: bool = False
     graphs: bool = False
     seed: int = 0
+    other_parts: tuple[Part, ...] = (Part(kind="plain"),)
+    other_plan: Mapping[str, Any] = field(default_factory=lambda: {"strategy": "fsdp"})
 
     def __str__(self) -> str:
         flags = {"float64": self.double, "late": self.late, "graphs": self.graphs}
         said = "".join(f", {name}" for name, is_set in flags.items() if is_set)
         lines = [f"seed {self.seed}, {self.optimizer}{said}, plan {dict(self.plan)}"]
         lines += [f"  parts.{number}: {part}" for number, part in enumerate(self.parts)]
+        if any(event.kind == "together" for event in self.events):
+            lines.append(
+                f"  together with {', '.join(part.kind for part in self.other_parts)}, {dict(self.other_plan)}"
+            )
         return "\n".join(lines + [f"  {number}. {event}" for number, event in enumerate(self.events)])
 
     def plans(self) -> list[Mapping[str, Any]]:
@@ -152,7 +160,12 @@ def draw_case(seed: int, *, num_ranks: int) -> Case:
     events.append(Event(kind="step", settings={}))
     clips = any(event.settings.get("clip") == "norm" for event in events)
     compiles = "compile" in plan or any("compile" in event.settings.get("plan", {}) for event in events)
+    other_parts = tuple(Part(kind=random.choice(OTHER_MODEL)) for _ in range(random.randint(1, 2)))
+    other_plan = draw_plan(random, num_parts=len(other_parts), num_ranks=num_ranks, may_be_narrow=False)
+    other_plan.pop("compile", None)
     case = Case(
+        other_parts=other_parts,
+        other_plan=other_plan,
         parts=parts,
         plan=plan,
         events=tuple(events),
@@ -196,7 +209,7 @@ def _with_keys(case: Case, *, without: Sequence[str], **keys: Any) -> Case:
         else event
         for event in case.events
     )
-    return replace(case, plan=changed(case.plan), events=events)
+    return replace(case, plan=changed(case.plan), events=events, other_plan=changed(case.other_plan))
 
 
 def _draw_parts(random: Random) -> tuple[Part, ...]:
