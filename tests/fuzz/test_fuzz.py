@@ -240,6 +240,17 @@ MENDED = {
         double=True,
         graphs=True,
     ),
+    "a parameter that a recomputed forward writes, in two backwards": Case(
+        parts=(Part(kind="clamped"),),
+        plan={"strategy": "ddp", "recompute": "full", "units": "parts"},
+        events=(step(retain=True), step()),
+    ),
+    "two models in one backward, one of them frozen in part": Case(
+        parts=(Part(kind="plain", frozen="some"), Part(kind="keyed")),
+        plan={"strategy": "fsdp", "units": "parts"},
+        events=tuple(Event(kind="together", settings={"how": how}) for how in ("critic", "teacher", "turns", "critic")),
+        other_plan={"strategy": "zero2", "units": "parts"},
+    ),
     "a rank that repeats its last batch": Case(
         parts=(Part(kind="counting"), Part(kind="remembering"), Part(kind="queueing", checkpointed=True)),
         plan={"strategy": "zero1"},

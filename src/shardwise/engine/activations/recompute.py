@@ -168,7 +168,8 @@ class _Call:
     def __init__(self, *, what: str, parameters: Sequence[nn.Parameter], products: Products | None) -> None:
         self._what = what
         self._parameters = parameters
-        self._versions = self._now()
+        # After the forward, and after each recomputation: both may write into a parameter, as a clamp does.
+        self._versions: list[int] = []
         self._is_over = False
         self._keep = Keep(products) if products is not None else None
 
@@ -186,7 +187,9 @@ class _Call:
         if not self._is_over:
             self._is_over = True
             with _one_recomputed_unit(), self._keep or nullcontext():
-                return self._first()
+                result = self._first()
+            self._versions = self._now()
+            return result
         if self._versions != self._now():
             # torch has the same check for weights that it saves, but recomputation saves none.
             raise RuntimeError(
@@ -195,7 +198,10 @@ class _Call:
                 "optimizer after backward"
             )
         with _one_recomputed_unit(), Give(self._keep) if self._keep is not None else nullcontext():
-            return self._again(*inputs)
+            try:
+                return self._again(*inputs)
+            finally:
+                self._versions = self._now()
 
 
 class _UnitCall(_Call):
