@@ -80,6 +80,17 @@ def test_a_layer_that_writes_to_its_sharded_weight_in_forward_is_refused(strateg
     assert "parts.0.up.weight was written while it was gathered" in found.line
 
 
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_layer_that_writes_to_its_weight_in_forward_is_not_recomputed(graphs: bool) -> None:
+    plan = {"strategy": "ddp", "units": "parts", "recompute": "full"}
+    events = (step(), step(), step(retain=True))
+    found = outcome(
+        Case(parts=(Part(kind="clamped"),), plan=plan, events=events, double=True, graphs=graphs), num_ranks=2
+    )
+    assert found.kind == "refused"
+    assert "writes into its parameters in forward" in found.line
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_an_embedding_with_max_norm_is_refused_before_training(strategy: str) -> None:
     case = Case(parts=(Part(kind="max_norm"),), plan={"strategy": strategy}, events=(step(),))
@@ -239,11 +250,6 @@ MENDED = {
         events=(step(), step(), step(), step()),
         double=True,
         graphs=True,
-    ),
-    "a parameter that a recomputed forward writes, in two backwards": Case(
-        parts=(Part(kind="clamped"),),
-        plan={"strategy": "ddp", "recompute": "full", "units": "parts"},
-        events=(step(retain=True), step()),
     ),
     "two models in one backward, one of them frozen in part": Case(
         parts=(Part(kind="plain", frozen="some"), Part(kind="keyed")),

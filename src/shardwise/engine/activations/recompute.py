@@ -28,6 +28,7 @@ from shardwise.engine.activations.saved import Kept, SavedTensor
 from shardwise.engine.activations.selective import Give, Keep, Products
 from shardwise.engine.activations.unit_state import UnitState
 from shardwise.engine.core.flat_buffers import unguarded
+from shardwise.errors import InvalidModel
 from shardwise.torch_internals import torch_private
 
 
@@ -168,8 +169,7 @@ class _Call:
     def __init__(self, *, what: str, parameters: Sequence[nn.Parameter], products: Products | None) -> None:
         self._what = what
         self._parameters = parameters
-        # After the forward, and after each recomputation: both may write into a parameter, as a clamp does.
-        self._versions: list[int] = []
+        self._versions = self._now()
         self._is_over = False
         self._keep = Keep(products) if products is not None else None
 
@@ -188,7 +188,11 @@ class _Call:
             self._is_over = True
             with _one_recomputed_unit(), self._keep or nullcontext():
                 result = self._first()
-            self._versions = self._now()
+            if self._versions != self._now():
+                raise InvalidModel(
+                    f"{self._what} writes into its parameters in forward, and a recomputation would write again: leave "
+                    'it out by recompute_overrides = {"UNIT": "none"}'
+                )
             return result
         if self._versions != self._now():
             # torch has the same check for weights that it saves, but recomputation saves none.
@@ -198,10 +202,7 @@ class _Call:
                 "optimizer after backward"
             )
         with _one_recomputed_unit(), Give(self._keep) if self._keep is not None else nullcontext():
-            try:
-                return self._again(*inputs)
-            finally:
-                self._versions = self._now()
+            return self._again(*inputs)
 
 
 class _UnitCall(_Call):
