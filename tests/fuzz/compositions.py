@@ -9,8 +9,8 @@ from typing import Any
 from drawn_plans import FP8_UNITS, NARROW, draw_plan, is_narrow
 from drawn_plans import all_features as all_plan_features
 from drawn_plans import features as plan_features
-from parts import BUFFERS, FROZEN, HOOKED, PARTS, REFUSED, SQUARE, USES, Part
-from python_parts import FACTORS, HOOKS, SETTINGS, WRITING
+from parts import FROZEN, HOOKED, OTHER_MODEL, PARTS, REFUSED, SQUARE, USES, Part
+from python_parts import ELSEWHERE, FACTORS, HOOKS, SETTINGS
 
 OPTIMIZERS = ("sgd", "adamw", "adamw fused", "adam")
 # Rows and lengths of batches, by turns; ranks have different turns.
@@ -39,6 +39,7 @@ EVENTS: dict[str, dict[str, tuple[Any, ...]]] = {
     "reload": {"plan": (), "how": ("full state", "checkpoint", "fewer ranks")},
     "read": {"how": ("state_dict", "whole", "weight_stream", "full_state_dict")},
     "write": {"how": ("whole", "edit", "load_state_dict", "submodule", "in place")},
+    "together": {"how": ("turns", "teacher", "critic")},
     "join": {},
     "mean count": {},
     "extend": {},
@@ -87,7 +88,8 @@ class Event:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """`double`: the model is float64, and results agree within a bound instead of bit for bit. `late`: results of
-    collectives arrive as late as they may (tests/dist/late.py). `graphs`: units run as graphs as soon as they can."""
+    collectives arrive as late as they may (tests/dist/late.py). `graphs`: units run as graphs as soon as they can.
+    `other_parts`, `other_plan`: those of a second model, which events use together with the first."""
 
     parts: tuple[Part, ...]
     plan: Mapping[str, Any]
@@ -97,12 +99,18 @@ class Case:
     late: bool = False
     graphs: bool = False
     seed: int = 0
+    other_parts: tuple[Part, ...] = (Part(kind="plain"),)
+    other_plan: Mapping[str, Any] = field(default_factory=lambda: {"strategy": "fsdp"})
 
     def __str__(self) -> str:
         flags = {"float64": self.double, "late": self.late, "graphs": self.graphs}
         said = "".join(f", {name}" for name, is_set in flags.items() if is_set)
         lines = [f"seed {self.seed}, {self.optimizer}{said}, plan {dict(self.plan)}"]
         lines += [f"  parts.{number}: {part}" for number, part in enumerate(self.parts)]
+        if any(event.kind == "together" for event in self.events):
+            lines.append(
+                f"  together with {', '.join(part.kind for part in self.other_parts)}, {dict(self.other_plan)}"
+            )
         return "\n".join(lines + [f"  {number}. {event}" for number, event in enumerate(self.events)])
 
     def plans(self) -> list[Mapping[str, Any]]:
@@ -152,21 +160,24 @@ def draw_case(seed: int, *, num_ranks: int) -> Case:
     events.append(Event(kind="step", settings={}))
     clips = any(event.settings.get("clip") == "norm" for event in events)
     compiles = "compile" in plan or any("compile" in event.settings.get("plan", {}) for event in events)
+    other_parts = tuple(Part(kind=random.choice(OTHER_MODEL)) for _ in range(random.randint(1, 2)))
+    other_plan = draw_plan(random, num_parts=len(other_parts), num_ranks=num_ranks, may_be_narrow=False)
+    other_plan.pop("compile", None)
     case = Case(
+        other_parts=other_parts,
+        other_plan=other_plan,
         parts=parts,
         plan=plan,
         events=tuple(events),
         optimizer=random.choice(OPTIMIZERS),
-        # A norm and a sum of three depend on the order in which they are added up; compiled code rounds differently.
-        double=not narrow and (clips or compiles or num_ranks > 2),
+        # A norm and a sum of three depend on the order in which they are added up, as do the gradients of two
+        # backwards if a checkpoint finds other state in the second; compiled code rounds differently.
+        double=not narrow and (clips or compiles or num_ranks > 2 or _recomputes_twice(parts, events)),
         late=random.random() < 0.2,
         seed=seed,
     )
-    if _writes(case):
-        # A recomputation would write again, and so does a rank that has run out of batches. What was offloaded is not
-        # computed again by a checkpoint around it.
-        case = _with_keys(case, without=("recompute", "recompute_overrides", "offload_activations"))
-        case = replace(case, events=tuple(event for event in case.events if event.kind != "join"))
+    if any(part.kind in ELSEWHERE for part in parts):
+        case = _with_keys(case, without=("recompute", "recompute_overrides"))
     return with_graphs(case) if not narrow and random.random() < _GRAPHS else case
 
 
@@ -181,11 +192,9 @@ def with_graphs(case: Case) -> Case:
     return _with_keys(case, without=left_out, units=units)
 
 
-def _writes(case: Case) -> bool:
-    """Return whether forwards write state in Python, or buffers inside of a checkpoint."""
-    looks = any(event.kind == "hook" and event.settings["how"] == "look" for event in case.events)
-    writing = any(part.kind in WRITING or (part.checkpointed and part.kind in BUFFERS) for part in case.parts)
-    return looks or writing or any(part.hooked == "look" for part in case.parts)
+def _recomputes_twice(parts: Sequence[Part], events: Sequence[Event]) -> bool:
+    retains = any(event.settings.get("retain") for event in events)
+    return retains and any(part.checkpointed for part in parts)
 
 
 def _with_keys(case: Case, *, without: Sequence[str], **keys: Any) -> Case:
@@ -200,7 +209,7 @@ def _with_keys(case: Case, *, without: Sequence[str], **keys: Any) -> Case:
         else event
         for event in case.events
     )
-    return replace(case, plan=changed(case.plan), events=events)
+    return replace(case, plan=changed(case.plan), events=events, other_plan=changed(case.other_plan))
 
 
 def _draw_parts(random: Random) -> tuple[Part, ...]:
@@ -214,8 +223,9 @@ def _draw_parts(random: Random) -> tuple[Part, ...]:
         uses = random.choice(USES) if random.random() < 0.3 and kind not in REFUSED else "once"
         frozen = random.choice(FROZEN) if random.random() < 0.3 else "nothing"
         hooked = random.choice(HOOKED) if random.random() < 0.15 else "nothing"
-        # A checkpoint computes again, and so would write twice.
-        checkpointed = random.random() < 0.1 and kind not in (*REFUSED, *WRITING, "dropout") and hooked != "look"
+        # A recomputation of what counts takes the other branch, which torch refuses; all ranks have to.
+        alone = kind.startswith("counting") and uses == "sometimes"
+        checkpointed = random.random() < 0.1 and kind not in REFUSED and not alone
         parts.append(Part(kind=kind, uses=uses, frozen=frozen, tied=tied, hooked=hooked, checkpointed=checkpointed))
     return tuple(parts)
 

@@ -4,11 +4,12 @@ Gradients are summed over ranks and divided; buffers come from rank 0.
 """
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from compositions import Case
-from parts import loss_of
+from parts import judged, loss_of
 from python_parts import Interrupted, interrupted, memory_of, remember
 from torch import Tensor, nn
 from worlds import CLIP_VALUE, DECAY, FACTOR, MAX_NORM, Observed, World, scaled
@@ -84,6 +85,7 @@ class OneProcess(World):
         states: list[Any] | None = None,
         divisor: int = 1,
         retain: bool = False,
+        judge: str = "",
     ) -> list[float]:
         """Run the same forwards, and their backward, for each rank; return this rank's losses."""
         found: list[float] = []
@@ -96,8 +98,10 @@ class OneProcess(World):
                     self._set_random(states[rank])
                 else:
                     self.seed_forward(rank, number=number)
+                batch = self.batch(rank, number=number)
+                also = partial(judged, other=self.second(), batch=batch, how=judge) if judge else None
                 try:
-                    loss = loss_of(self.model, self.batch(rank, number=number))
+                    loss = loss_of(self.model, batch, also=also)
                 except Interrupted:
                     loss = torch.zeros(())
                 losses.append(loss / divisor if divisor > 1 else loss)
@@ -198,15 +202,52 @@ class OneProcess(World):
         with interrupted(self.failing(part, where)):
             self._each_rank(1, backward=False)
 
+    def together(self, *, how: str) -> Observed:
+        other = self.second()
+        if how == "turns":
+            losses = [self._second_loss(rank) for rank in range(self.num_ranks)][self.rank : self.rank + 1]
+            self.num_forwards += 1
+        else:
+            losses = self._each_rank(1, judge=how)
+            self._reduce()
+            self._update()
+        if how != "teacher":
+            for parameter in other.parameters():
+                if parameter.grad is not None:
+                    parameter.grad *= 1 / self.num_ranks
+            self.other_optimizer.step()
+            self.other_optimizer.zero_grad()
+        return {"losses": losses}
+
+    def _second_loss(self, rank: int) -> float:
+        number = self.num_forwards + 1
+        self.seed_forward(rank, number=number)
+        loss = loss_of(self.second(), self.batch(rank, number=number))
+        loss.backward()
+        return loss.item()
+
     def join(self) -> Observed:
         losses = self._each_rank(1)
         self._reduce()
         self._update()
         losses += self._each_rank(1, num_ranks=1)
+        self._repeat_last_batch()
         self._reduce(num_counting=1)
         self._update()
         self._share_buffers()
         return {"losses": losses}
+
+    def _repeat_last_batch(self) -> None:
+        """Have ranks that have run out compute their batch again: it does not count, and changes their state in Python."""
+        number = self.num_forwards - 1
+        for rank in range(1, self.num_ranks):
+            self._set_state(rank)
+            self.seed_forward(rank, number=number)
+            loss_of(self.model, self.batch(rank, number=number)).backward()
+            self._keep_state(rank)
+            for parameter in self.model.parameters():
+                parameter.grad = None
+        self._set_state(0)
 
     def mean_count(self) -> Observed:
         return {"mean": (self.num_ranks + 1) / 2}
@@ -276,6 +317,7 @@ class OneProcess(World):
         names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         found = {name: value.clone() for name, value in state.items() if name in names or self.rank == 0}
         remember(self.model.parts, self.memories[self.rank])
+        found |= self.weights_of_second()
         found["memory"] = self.memory()
         if self.averages is not None:
             named = dict(self.model.named_parameters())

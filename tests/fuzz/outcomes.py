@@ -256,6 +256,10 @@ def simpler(case: Case) -> Iterator[Case]:
             simple = replace(part, **change)
             if simple != part:
                 yield replace(case, parts=(*case.parts[:at], simple, *case.parts[at + 1 :]))
+    if len(case.other_parts) > 1:
+        yield replace(case, other_parts=case.other_parts[:1])
+    if len(case.other_plan) > 1:
+        yield replace(case, other_plan={"strategy": case.other_plan["strategy"]})
     if case.graphs:
         yield replace(case, graphs=False)
     if case.late:

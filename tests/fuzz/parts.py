@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from python_parts import HOOKS, OTHERS, SETTINGS, WRITING, Penalised, hook
+from python_parts import ELSEWHERE, HOOKS, OTHERS, SETTINGS, WRITING, Penalised, hook
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -283,7 +283,7 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
     "nested": Nested,
     "wide": Wide,
     "keywords": Named,
-    **{kind: partial(made, WIDTH) for kind, made in (SETTINGS | WRITING | OTHERS).items()},
+    **{kind: partial(made, WIDTH) for kind, made in (SETTINGS | WRITING | ELSEWHERE | OTHERS).items()},
 }
 # Kinds that take or return other things than one tensor, and how they are called.
 CALLS: dict[str, Callable[[Callable[..., Any], Tensor], Tensor]] = {
@@ -294,6 +294,8 @@ CALLS: dict[str, Callable[[Callable[..., Any], Tensor], Tensor]] = {
 # Kinds whose weight `up.weight` can be that of another of these.
 SQUARE = ("square", "clamped", "odd shapes")
 
+# Kinds of a second model: nothing of them is kept from one forward to the next.
+OTHER_MODEL = ("plain", "square", "gated", "recurrent", "layer norm", "dropout", "nested", "keywords", "keyed")
 # Kinds that write buffers in forward.
 BUFFERS = ("batch norm", "spectral norm")
 # Kinds that are refused under some or all strategies; drawn less often.
@@ -333,12 +335,25 @@ class Model(nn.Module):
         return loss_of(self, batch)
 
 
-def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+def loss_of(model: nn.Module, batch: Batch, *, also: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """Return the loss of a batch; `also` adds to it what another model makes of the model's output."""
     lists = [module.losses for module in model.modules() if isinstance(module, Penalised)]
     for losses in lists:
         losses.clear()
-    found: Tensor = (model(batch["x"], batch["key"]) - batch["y"]).square().mean()
+    output = model(batch["x"], batch["key"])
+    found: Tensor = (output - batch["y"]).square().mean()
+    if also is not None:
+        found = found + also(output)
     return sum((loss / 10 for losses in lists for loss in losses), found)
+
+
+def judged(output: Tensor, *, other: nn.Module, batch: Batch, how: str) -> Tensor:
+    """Return what another model adds to the loss: as a teacher, or as a critic of the output that is trained as well."""
+    if how == "critic":
+        return other(output.expand(-1, -1, WIDTH), batch["key"]).square().mean()
+    with torch.no_grad():
+        wanted = other(batch["x"], batch["key"])
+    return (output - wanted).square().mean()
 
 
 def freeze(module: nn.Module, how: str) -> None:

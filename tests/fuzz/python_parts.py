@@ -102,6 +102,57 @@ class Counting(Gated):
         return self.scaled(x, float(self.calls % 2))
 
 
+class CountingElsewhere(Gated):
+    """Like Counting; the count is that of `read` and `write`."""
+
+    read: Callable[[], int]
+    write: Callable[[int], None]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.write(self.read() + 1)
+        return self.scaled(x, float(self.read() % 2))
+
+
+class CountingClosed(CountingElsewhere):
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        calls = 0
+
+        def write(value: int) -> None:
+            nonlocal calls
+            calls = value
+
+        self.read, self.write = lambda: calls, write
+
+
+class CountingConfigured(CountingElsewhere):
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.config = SimpleNamespace(calls=0)
+
+    def read(self) -> int:
+        return int(self.config.calls)
+
+    def write(self, value: int) -> None:
+        self.config.calls = value
+
+
+_CALLS = 0
+
+
+class CountingGlobally(CountingElsewhere):
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.write(0)
+
+    def read(self) -> int:
+        return _CALLS
+
+    def write(self, value: int) -> None:
+        global _CALLS
+        _CALLS = value
+
+
 class Remembering(Gated):
     """Keeps a mean under a name."""
 
@@ -186,6 +237,12 @@ WRITING: dict[str, type[Gated]] = {
     "queueing": Queueing,
     "penalised": Penalised,
 }
+# They write where a recomputation of the plan does not restore what was there, as docs/engine.md says.
+ELSEWHERE: dict[str, type[Gated]] = {
+    "counting closure": CountingClosed,
+    "counting config": CountingConfigured,
+    "counting global": CountingGlobally,
+}
 OTHERS: dict[str, type[Gated]] = {"listed": Listed, "keyed": Keyed, "own function": OwnFunction}
 FACTORS = (0.5, 0.0, 2.0)
 _MEMORY = ("calls", "memory", "queue", "looked")
@@ -194,6 +251,9 @@ _MEMORY = ("calls", "memory", "queue", "looked")
 def memory_of(parts: nn.ModuleList) -> list[dict[str, Any]]:
     """Return a copy of what the forwards of parts have written."""
     found = [{name: part.__dict__[name] for name in _MEMORY if name in part.__dict__} for part in parts]
+    for part, its in zip(parts, found, strict=True):
+        if isinstance(part, CountingElsewhere):
+            its["elsewhere"] = part.read()
     return tree_map_only(Tensor, Tensor.clone, found)
 
 
@@ -202,6 +262,8 @@ def remember(parts: nn.ModuleList, memory: list[dict[str, Any]]) -> None:
     for part, found in zip(parts, tree_map_only(Tensor, Tensor.clone, memory), strict=True):
         for name in _MEMORY:
             part.__dict__.pop(name, None)
+        if "elsewhere" in found:
+            part.write(found.pop("elsewhere"))
         part.__dict__.update(found)
 
 

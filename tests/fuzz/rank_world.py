@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from compositions import Case
 from drawn_plans import FP8_UNITS, NARROW, as_plan
 from late import LateCollectives
-from parts import Batch, Model, loss_of
+from parts import Batch, Model, judged, loss_of
 from python_parts import Interrupted, interrupted, memory_of, remember
 from torch import Tensor, nn
 from worlds import CLIP_VALUE, DECAY, FACTOR, MAX_NORM, Observed, World, scaled
@@ -143,6 +144,28 @@ class Rank(World):
         with suppress(Interrupted), interrupted(self.failing(part, where)):
             self._loss()
 
+    def prepare_second(self, other: Model) -> None:
+        self._prepare(other, self.other_optimizer, self._planned(dict(self.case.other_plan)))
+
+    def together(self, *, how: str) -> Observed:
+        other, optimizers = self.second(), [self.optimizer]
+        self.num_forwards += 1
+        batch = self.batch(self.rank, number=self.num_forwards)
+        self.seed_forward(self.rank, number=self.num_forwards)
+        if how == "turns":
+            loss, optimizers = loss_of(other, batch), [self.other_optimizer]
+        else:
+            loss = loss_of(self.model, batch, also=partial(judged, other=other, batch=batch, how=how))
+            optimizers += [self.other_optimizer] if how == "critic" else []
+        self.scaler.scale(loss).backward()
+        for optimizer in optimizers:
+            self.scaler.step(optimizer)
+            optimizer.zero_grad()
+        self.scaler.update()
+        if self.averages is not None and how != "turns":
+            self.averages.update()
+        return {"losses": [loss.item()]}
+
     def join(self) -> Observed:
         """Rank 0 has one batch more than the others."""
         first = self.num_forwards + 1
@@ -222,10 +245,11 @@ class Rank(World):
     def _made_again(self, keys: dict[str, Any]) -> tuple[Model, torch.optim.Optimizer]:
         """Return another model and optimizer that are prepared, and still have to be filled."""
         flags = [parameter.requires_grad for parameter in self.model.parameters()]
+        memory = memory_of(self.model.parts)
         model = self.make_model(self.case.seed + 1)
         for parameter, flag in zip(model.parameters(), flags, strict=True):
             parameter.requires_grad_(flag)
-        remember(model.parts, memory_of(self.model.parts))
+        remember(model.parts, memory)
         optimizer = self.make_optimizer(model)
         self._prepare(model, optimizer, keys)
         return model, optimizer
@@ -302,6 +326,7 @@ class Rank(World):
         state = self.model.state_dict()
         names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         found = {name: value.clone() for name, value in state.items() if name in names or self.rank == 0}
+        found |= self.weights_of_second()
         found["memory"] = self.memory()
         if self.averages is not None:
             with self.averages.applied(), torch.no_grad():

@@ -80,6 +80,17 @@ def test_a_layer_that_writes_to_its_sharded_weight_in_forward_is_refused(strateg
     assert "parts.0.up.weight was written while it was gathered" in found.line
 
 
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_layer_that_writes_to_its_weight_in_forward_is_not_recomputed(graphs: bool) -> None:
+    plan = {"strategy": "ddp", "units": "parts", "recompute": "full"}
+    events = (step(), step(), step(retain=True))
+    found = outcome(
+        Case(parts=(Part(kind="clamped"),), plan=plan, events=events, double=True, graphs=graphs), num_ranks=2
+    )
+    assert found.kind == "refused"
+    assert "writes into its parameters in forward" in found.line
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_an_embedding_with_max_norm_is_refused_before_training(strategy: str) -> None:
     case = Case(parts=(Part(kind="max_norm"),), plan={"strategy": strategy}, events=(step(),))
@@ -209,6 +220,47 @@ MENDED = {
             step(),
         ),
         seed=1452,
+    ),
+    "an input that is passed on by a layer that one rank calls": Case(
+        parts=(Part(kind="keyed", uses="sometimes"), Part(kind="plain")),
+        plan={"strategy": "fsdp", "units": "parts"},
+        events=(step(), step()),
+        seed=75,
+    ),
+    "state in Python where units are recomputed": Case(
+        parts=tuple(Part(kind=kind) for kind in ("counting", "remembering", "queueing", "penalised")),
+        plan={"strategy": "fsdp", "recompute": "full"},
+        events=(step(forwards=2), step(retain=True), step()),
+    ),
+    "state in Python in a checkpoint of the user, offloaded and recomputed": Case(
+        parts=(*(Part(kind=kind, checkpointed=True) for kind in ("remembering", "queueing", "spectral norm")),),
+        plan={"strategy": "zero2", "recompute": "selective", "offload_activations": True, "units": "leaf"},
+        events=(step(), step(), step()),
+    ),
+    "state in Python in a checkpoint of the user, with graphs": Case(
+        parts=(Part(kind="remembering", checkpointed=True), Part(kind="plain"), Part(kind="queueing", hooked="look")),
+        plan={"strategy": "fsdp", "units": "parts"},
+        events=(step(), step(), step(), step()),
+        double=True,
+        graphs=True,
+    ),
+    "buffers in a checkpoint of the user, recomputed, with graphs": Case(
+        parts=(Part(kind="spectral norm", checkpointed=True), Part(kind="plain")),
+        plan={"strategy": "ddp", "units": "parts", "recompute": "selective"},
+        events=(step(), step(), step(), step()),
+        double=True,
+        graphs=True,
+    ),
+    "two models in one backward, one of them frozen in part": Case(
+        parts=(Part(kind="plain", frozen="some"), Part(kind="keyed")),
+        plan={"strategy": "fsdp", "units": "parts"},
+        events=tuple(Event(kind="together", settings={"how": how}) for how in ("critic", "teacher", "turns", "critic")),
+        other_plan={"strategy": "zero2", "units": "parts"},
+    ),
+    "a rank that repeats its last batch": Case(
+        parts=(Part(kind="counting"), Part(kind="remembering"), Part(kind="queueing", checkpointed=True)),
+        plan={"strategy": "zero1"},
+        events=(step(), Event(kind="join"), step()),
     ),
 }
 

@@ -37,6 +37,8 @@ class World:
         self.model = self.make_model(case.seed)
         self.optimizer = self.make_optimizer(self.model)
         self.keys = dict(case.plan)
+        # A second model, from the first event that uses one on.
+        self.other: Model | None = None
         self.num_forwards = 0
         self.averages: Any = None
 
@@ -46,8 +48,25 @@ class World:
             _change(model, *change)
         return model
 
+    def second(self) -> Model:
+        """Return the second model."""
+        if self.other is None:
+            other = make(self.case.other_parts, seed=self.case.seed + 3).to(self.device, self.dtype)
+            self.other_optimizer = self.make_optimizer(other)
+            self.prepare_second(other)
+            self.other = other
+        return self.other
+
+    def prepare_second(self, other: Model) -> None:
+        """Make the second model part of this world."""
+
+    def weights_of_second(self) -> dict[str, Any]:
+        if self.other is None:
+            return {}
+        return {f"second {name}": value.clone() for name, value in self.other.state_dict().items()}
+
     def make_optimizer(self, model: Model) -> torch.optim.Optimizer:
-        head = list(model.head.parameters()) if self.extended else []
+        head = list(model.head.parameters()) if self.extended and model is self.model else []
         # Models that share parameters name them once.
         others = [one for one in model.parameters() if all(one is not its for its in head)]
         groups = [{"params": others}, *([{"params": head}] if head else [])]

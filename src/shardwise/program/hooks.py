@@ -6,7 +6,7 @@ that they see the same rows.
 """
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -62,7 +62,7 @@ class UnitGrads(Generic[UnitT]):
     They are `closed` outside a backward, and as soon as no more are accepted in it.
     """
 
-    __slots__ = ("__weakref__", "_begins", "_hooked", "arrived", "closed", "expected", "hooks", "unit")
+    __slots__ = ("__weakref__", "_any_frozen", "_begins", "_hooked", "arrived", "closed", "expected", "hooks", "unit")
 
     def __init__(self, unit: UnitT, *, hooks: "StepHooks[UnitT]") -> None:
         self.unit = unit
@@ -70,12 +70,14 @@ class UnitGrads(Generic[UnitT]):
         self.expected: frozenset[int] = frozenset()
         self.arrived: set[int] = set()
         self.closed = True
+        self._any_frozen = False
         self._hooked: set[int] = set()
         self._begins: set[int] = set()
 
-    def expect(self, parameters: Iterable[nn.Parameter]) -> None:
+    def expect(self, parameters: Collection[nn.Parameter]) -> None:
         """Expect gradients of these from now on. A parameter gets its hook when it is trained for the first time."""
         trained = [parameter for parameter in parameters if parameter.requires_grad]
+        self._any_frozen = len(trained) < len(parameters)
         self.expected = frozenset(map(id, trained))
         if self._hooked.issuperset(self.expected):
             return
@@ -96,6 +98,11 @@ class UnitGrads(Generic[UnitT]):
     def complete(self) -> bool:
         """Whether all gradients that are expected in this backward have arrived."""
         return len(self.arrived) == len(self.expected)
+
+    @property
+    def used(self) -> bool:
+        """Whether backward needs no parameter of the unit any more: what uses one has run when its gradient arrives."""
+        return self.complete and not self._any_frozen
 
 
 class StepHooks(Generic[UnitT]):
@@ -318,8 +325,10 @@ def _before_backward(hooks: StepHooks[UnitT], calls: list[tuple[UnitT, int]], gr
         hooks.begin_backward()
     for call in calls:
         if call in hooks._begun:
-            # Another output of the same call, or the same call of another forward.
-            hooks.listener.recompute(call[0])
+            # Another output of the same call, or the same call of another forward. The last may be an input that was
+            # passed on, and other ranks need not have called the unit.
+            if not hooks.grads[call[0]].used:
+                hooks.listener.recompute(call[0])
         else:
             hooks._begun.add(call)
             hooks.listener.before_backward(*call)

@@ -113,6 +113,12 @@ PRIVATE = {
     "guards_scope": Private(
         "torch._dynamo.guards:_get_closure_vars", "lets go of models whose units were traced", given=0
     ),
+    "InstructionTranslator": Private(
+        "torch._dynamo.symbolic_convert:InstructionTranslator", "finds out what a trace writes", has="current_tx"
+    ),
+    "AttributeMutationNew": Private(
+        "torch._dynamo.variables.base:AttributeMutationNew", "finds out what a trace writes"
+    ),
     "lookup_backend": Private("torch._dynamo.backends.registry:lookup_backend", "compiles units", given=1),
     "ConvertFrameReturn": Private("torch._dynamo.types:ConvertFrameReturn", "runs what cannot be traced", given=0),
     "function_modes": Private(

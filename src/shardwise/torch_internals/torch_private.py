@@ -147,6 +147,8 @@ if TYPE_CHECKING:
     dynamo_settings: Callable[..., Any]
     dynamo_counters: Any
     guards_scope: Callable[[], dict[str, Any]]
+    InstructionTranslator: Any
+    AttributeMutationNew: type[Any]
     lookup_backend: Callable[[str], Callable[..., Any]]
     ConvertFrameReturn: Callable[[], Any]
     function_modes: Callable[[], list[Any]]

@@ -230,7 +230,7 @@ def _hooks(task: TracedTask, *, marks: _Marks) -> Iterator[None]:
     hooks.attach()
     parameters = list(task.model.named_parameters())
     for unit, grads in hooks.grads.items():
-        grads.expect(parameter for path, parameter in parameters if task.owners[path] == unit)
+        grads.expect([parameter for path, parameter in parameters if task.owners[path] == unit])
     try:
         yield
     finally:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from shardwise.engine.activations.recompute import is_recomputed, replace_forward
+from shardwise.engine.activations.recompute import checkpoint_of, is_recomputed, replace_forward, saved_hooks
 from shardwise.engine.activations.saved import Kept, SavedTensor, detach
 from shardwise.engine.core.flat_buffers import unguarded
 from shardwise.engine.core.step_events import StepEvents
@@ -44,8 +44,8 @@ def offload_unit(module: nn.Module, *, name: str, offload: "ActivationOffload") 
 
     @functools.wraps(inner)
     def forward(*inputs: Any, **options: Any) -> Any:
-        # A unit within a recomputed one saves tensors only for a short time.
-        if is_recomputed() or not torch.is_grad_enabled():
+        # A unit within a recomputed one, or in the user's own checkpoint, saves tensors only for a short time.
+        if is_recomputed() or not torch.is_grad_enabled() or checkpoint_of(saved_hooks()) is not None:
             return inner(*inputs, **options)
         with offload.call(name):
             return inner(*inputs, **options)
@@ -107,7 +107,7 @@ class ActivationOffload:
 
     def _number(self) -> int:
         if torch_private.current_graph_task_id() != -1:
-            return -2  # the user's own checkpointing calls the unit again
+            return -2  # a hook of the user calls the unit
         if not self._in_forward:
             self._in_forward = True
             self._num_calls = 0

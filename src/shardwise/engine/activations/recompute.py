@@ -4,13 +4,15 @@ full       the unit's forward runs again, from its inputs
 selective  like full, but outputs of matrix products and fused attention are kept (selective.py)
 
 torch's non-reentrant checkpoint decides when, and restores the random numbers and autocast of the forward. In addition,
-a recomputation here sees the unit's persistent buffers as its forward did, leaves the unit's modules unchanged
-(BatchNorm counts a batch once), and refuses parameters that were updated in between.
+a recomputation here sees the unit's state as its forward did, leaves it unchanged (BatchNorm counts a batch once), and
+refuses parameters that were updated in between.
 
-A unit inside a recomputed unit is part of that one, and not recomputed a second time.
+A unit inside a recomputed unit, or inside of the user's own checkpoint, is part of that, and not recomputed a second
+time.
 """
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
@@ -24,14 +26,10 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.engine.activations.saved import Kept, SavedTensor
 from shardwise.engine.activations.selective import Give, Keep, Products
+from shardwise.engine.activations.unit_state import UnitState
 from shardwise.engine.core.flat_buffers import unguarded
-
-# A larger persistent buffer holds weights rather than statistics, and a copy per call would cost as much memory as
-# recomputation saves.
-_MOST_BUFFER_BYTES = 2**20
-
-# The namespace of a buffer, its name there, its value.
-_Buffers = list[tuple[dict[str, Tensor | None], str, Tensor]]
+from shardwise.errors import InvalidModel
+from shardwise.torch_internals import torch_private
 
 
 def recompute_unit(module: nn.Module, *, mode: str, pack: Callable[[Tensor], SavedTensor] = Kept) -> Callable[[], None]:
@@ -43,7 +41,7 @@ def recompute_unit(module: nn.Module, *, mode: str, pack: Callable[[Tensor], Sav
 
     @functools.wraps(unit.forward)
     def forward(*inputs: Any, **options: Any) -> Any:
-        if is_recomputed() or not torch.is_grad_enabled():
+        if is_recomputed() or not torch.is_grad_enabled() or checkpoint_of(saved_hooks()) is not None:
             return unit.forward(*inputs, **options)
         # Flat, so that torch sees every tensor, also in keywords and containers, as saved for backward.
         leaves, tree = tree_flatten((inputs, options))
@@ -119,6 +117,25 @@ def is_recomputed() -> bool:
     return _nesting.recomputed
 
 
+def saved_hooks() -> Any:
+    """Return the hooks that are called for what autograd saves; None without any."""
+    return torch_private.top_saved_tensors_hooks(True)
+
+
+def checkpoint_of(hooks: Any) -> Any:
+    """Return the checkpoint of a user whose hooks these are; None if they are others."""
+    if hooks is None or is_recomputed():
+        return None
+    pack: Any = inspect.unwrap(hooks[0])
+    if getattr(pack, "__module__", "") != "torch.utils.checkpoint":
+        return None
+    cells = dict(zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True))
+    if "frame" in cells:
+        return cells["frame"].cell_contents
+    # A recomputation.
+    return cells["target_frame_ref"].cell_contents() if "target_frame_ref" in cells else None
+
+
 @contextmanager
 def _one_recomputed_unit() -> Iterator[None]:
     outer, _nesting.recomputed = _nesting.recomputed, True
@@ -145,34 +162,6 @@ class RecomputedUnit:
     def modules(self) -> list[nn.Module]:
         return list(self.module.modules())
 
-    def copy_buffers(self) -> _Buffers:
-        """Copy the persistent buffers, which training may change."""
-        return [
-            (module._buffers, name, buffer.clone())
-            for module in self.modules
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-            and name not in module._non_persistent_buffers_set
-            and buffer.nbytes <= _MOST_BUFFER_BYTES
-        ]
-
-    @contextmanager
-    def without_trace(self, *, buffers: _Buffers) -> Iterator[None]:
-        """Use copies of `buffers`, and drop attributes set on modules meanwhile, which may keep a graph alive."""
-        places = [module.__dict__ for module in self.modules if not type(module).__module__.startswith("torch.nn.")]
-        places += [module._buffers for module in self.modules if module._buffers]
-        own = [(place, place.copy()) for place in places]
-        for place, name, value in buffers:
-            # Copies, because there may be another recomputation.
-            place[name] = value.clone()
-        try:
-            yield
-        finally:
-            for now, before in own:
-                if now.keys() != before.keys() or any(now[name] is not value for name, value in before.items()):
-                    now.clear()
-                    now.update(before)
-
 
 class _Call:
     """One call of a unit. torch calls it for the forward, and with the same inputs for each recomputation."""
@@ -198,7 +187,13 @@ class _Call:
         if not self._is_over:
             self._is_over = True
             with _one_recomputed_unit(), self._keep or nullcontext():
-                return self._first()
+                result = self._first()
+            if self._versions != self._now():
+                raise InvalidModel(
+                    f"{self._what} writes into its parameters in forward, and a recomputation would write again: leave "
+                    'it out by recompute_overrides = {"UNIT": "none"}'
+                )
+            return result
         if self._versions != self._now():
             # torch has the same check for weights that it saves, but recomputation saves none.
             raise RuntimeError(
@@ -222,7 +217,7 @@ class _UnitCall(_Call):
         self._places = places
         # The forward gets the original objects: it may write into a list or dict that its caller reads.
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (inputs, options)
-        self._buffers = unit.copy_buffers()
+        self._state = UnitState(unit.modules)
 
     def _first(self) -> Any:
         assert self._given is not None
@@ -231,7 +226,7 @@ class _UnitCall(_Call):
 
     def _again(self, *distinct: Any) -> None:
         inputs, options = tree_unflatten([distinct[place] for place in self._places], self._tree)
-        with self._unit.without_trace(buffers=self._buffers):
+        with self._state.restored():
             self._unit.forward(*inputs, **options)
 
 

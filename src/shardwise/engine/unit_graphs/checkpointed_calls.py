@@ -5,7 +5,6 @@ not come to the checkpoint. If the checkpoint runs all the same, for something t
 gets the unit's values alone.
 """
 
-import inspect
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -15,29 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardwise.engine.activations.recompute import is_recomputed
-from shardwise.torch_internals import torch_private
-
 Given = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-def saved_hooks() -> Any:
-    """Return the hooks that are called for what autograd saves; None without any."""
-    return torch_private.top_saved_tensors_hooks(True)
-
-
-def checkpoint_of(hooks: Any) -> Any:
-    """Return the checkpoint of a user whose hooks these are; None if they are others."""
-    if hooks is None or is_recomputed():
-        return None
-    pack: Any = inspect.unwrap(hooks[0])
-    if getattr(pack, "__module__", "") != "torch.utils.checkpoint":
-        return None
-    cells = dict(zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True))
-    if "frame" in cells:
-        return cells["frame"].cell_contents
-    # A recomputation.
-    return cells["target_frame_ref"].cell_contents() if "target_frame_ref" in cells else None
 
 
 def saving_itself() -> AbstractContextManager[None]:

@@ -60,9 +60,14 @@ class TracedGraph:
     kept         the numbers of the outputs that are still held when the next pass begins, and how often that was seen
     numbers      computes the outputs that are numbers from the inputs, such as a counter; other outputs are None
     free         the numbers of the inputs that only such outputs depend on
+
+    `writes_python`: whether the code around it writes into objects of Python that were there before.
     """
 
-    def __init__(self, module: GraphModule, *, compiled: Callable[..., Outputs] | None) -> None:
+    def __init__(
+        self, module: GraphModule, *, compiled: Callable[..., Outputs] | None, writes_python: bool = False
+    ) -> None:
+        self.writes_python = writes_python
         self._recomputes = _keep_checkpoints(module)
         self.function: Callable[..., Outputs] = compiled or module.forward
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]

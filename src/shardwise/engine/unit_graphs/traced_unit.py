@@ -47,8 +47,8 @@ class TracedUnit:
         self._tracer = tracer
         self._recompute = recompute
         self._products = Products() if recompute == "selective" else None
-        # Whether the current call is inside of a checkpoint of the user.
-        self.is_checkpointed = False
+        # Whether the current call is inside of a checkpoint of the user, and whether one has written Python state.
+        self.is_checkpointed = self.writes_python = False
         self.renew()
 
     def renew(self) -> None:
@@ -99,8 +99,8 @@ class TracedUnit:
         if self._recompute == "none" and not self.is_checkpointed:
             return graph.function
         written = graph.written if graph.has_run else graph.buffers
-        again = self.is_checkpointed and self._recompute == "none"
-        return partial(recompute_graph, graph.function, written=written, products=self._products, writes_again=again)
+        again, products = self.is_checkpointed, None if self.is_checkpointed else self._products
+        return partial(recompute_graph, graph.function, written=written, products=products, writes_again=again)
 
     def is_gathered(self, tensor: Tensor) -> bool:
         """Return whether a tensor is a parameter, or lies where parameters are gathered, as weights in fp8 do."""

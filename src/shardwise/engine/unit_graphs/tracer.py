@@ -7,12 +7,13 @@ Each function has code of its own, so that neither our traces count for the user
 round. torch's settings are changed only while it traces.
 """
 
-import functools
 import random
 import time
 import types
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,7 @@ class Tracer:
         self.compiler = compiler
         self._began = time.monotonic()
         self._functions: dict[Any, Callable[..., Any]] = {}
+        self._numbers = count()
 
     def function(self, forward: Callable[..., Any], *, names: tuple[str, ...]) -> Callable[..., Any]:
         """Return a function that calls `forward`, given first, with keywords in this order, compiled."""
@@ -64,12 +66,12 @@ class Tracer:
         key = (type(module), getattr(forward, "__func__", forward), names)
         if key not in self._functions:
             # torch remembers by this name which shapes and numbers vary.
-            name = f"{type(module).__name__}_{id(self):x}_{len(self._functions)}"
+            name = f"{type(module).__name__}_{id(self):x}_{next(self._numbers)}"
             own = types.FunctionType(_call.__code__.replace(co_name=name), {"__builtins__": __builtins__})
-            self._functions[key] = self._compiled(own)
+            self._functions[key] = self._compiled(own, forget=partial(self._functions.pop, key, None))
         return self._functions[key]
 
-    def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _compiled(self, function: Callable[..., Any], *, forget: Callable[[], Any]) -> Callable[..., Any]:
         options: dict[str, Any] = {"guard_filter_fn": self._check_guards}
         try:
             # Traces of the user's functions, where a frame goes on after a break, are apart as well.
@@ -83,12 +85,19 @@ class Tracer:
             return function
         context.callback = _Convert(convert, tracer=self)
         compiled: Callable[..., Any] = context(function)
-        return functools.partial(self._run, compiled)
+        return partial(self._run, compiled, forget)
 
-    def _run(self, compiled: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+    def _run(self, compiled: Callable[..., Any], forget: Callable[[], Any], /, *inputs: Any, **options: Any) -> Any:
         # A compiler that the plan asks for takes as long as it takes.
         if self.compiler != "none" or self.seconds <= _SECONDS + _SHARE * (time.monotonic() - self._began):
-            return compiled(*inputs, **options)
+            seconds = self.seconds
+            try:
+                return compiled(*inputs, **options)
+            except Exception:
+                if self.seconds > seconds:
+                    # torch traces code no more in which it has found an error of the user's.
+                    forget()
+                raise
         self.why_not = f"{self.seconds:.0f} seconds were spent on tracing"
         with torch.compiler.set_stance("eager_on_recompile"):
             return compiled(*inputs, **options)
@@ -97,7 +106,7 @@ class Tracer:
         compiled: Callable[..., Outputs] | None = None
         if self.compiler != "none":
             compiled = torch_private.lookup_backend(self.compiler)(module, examples)
-        return TracedGraph(module, compiled=compiled)
+        return TracedGraph(module, compiled=compiled, writes_python=_writes_python())
 
     def _check_guards(self, entries: Sequence[Any]) -> list[bool]:
         # There torch 2.11 leaves the module whose attribute a guard finds missing; its guards would keep the model.
@@ -108,6 +117,15 @@ class Tracer:
             if entry.has_value and isinstance(entry.value, _GENERATORS):
                 raise _Declined(f"{entry.name} is a generator of random numbers of its own")
         return [True] * len(entries)
+
+
+def _writes_python() -> bool:
+    """Return whether the code that is traced now writes into objects that were there before."""
+    effects = torch_private.InstructionTranslator.current_tx().output.side_effects
+    return any(
+        effects.is_modified(one) and not isinstance(one.mutation_type, torch_private.AttributeMutationNew)
+        for one in effects.id_to_variable.values()
+    )
 
 
 class _Declined(Exception):  # noqa: N818 - is caught below

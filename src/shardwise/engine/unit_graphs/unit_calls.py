@@ -7,14 +7,10 @@ from typing import Any
 
 import torch
 
+from shardwise.engine.activations.recompute import checkpoint_of, saved_hooks
 from shardwise.engine.graphs.reads import NotCaptured
 from shardwise.engine.unit_graphs.arena import Arenas, ObservedMemory
-from shardwise.engine.unit_graphs.checkpointed_calls import (
-    CheckpointedCalls,
-    checkpoint_of,
-    saved_hooks,
-    saving_itself,
-)
+from shardwise.engine.unit_graphs.checkpointed_calls import CheckpointedCalls, saving_itself
 from shardwise.engine.unit_graphs.given_inputs import GivenInputs, Refused
 from shardwise.engine.unit_graphs.pass_form import is_special, why_untraceable
 from shardwise.engine.unit_graphs.recorded_pass import RecordedPass
@@ -32,6 +28,10 @@ class Mode(Enum):
     TRACED = auto()
     RECORDED = auto()
     REPLAYED = auto()
+
+
+class _WritesPython(BaseException):
+    pass
 
 
 class UnitCalls:
@@ -71,14 +71,21 @@ class UnitCalls:
             return self._ordinary(unit.forward, *inputs, **options)
         if checkpoint is None:
             return self._traced(unit, inputs, options)
-        unit.is_checkpointed = True
-        try:
-            with saving_itself():
-                result = self._traced(unit, inputs, options)
-        finally:
-            unit.is_checkpointed = False
-        self._checkpointed.add(checkpoint, unit, result=result)
-        return result
+        if not unit.writes_python:
+            unit.is_checkpointed = True
+            try:
+                with saving_itself():
+                    result = self._traced(unit, inputs, options)
+                self._checkpointed.add(checkpoint, unit, result=result)
+                return result
+            except _WritesPython:
+                unit.writes_python = True
+            finally:
+                unit.is_checkpointed = False
+        self._reports.note(
+            "capture: ordinary units where torch.utils.checkpoint is around one that writes Python state"
+        )
+        return self._ordinary(unit.forward, *inputs, **options)
 
     def _traced(self, unit: TracedUnit, inputs: Any, options: Any) -> Any:
         device = self._arenas.all[0].device
@@ -90,12 +97,19 @@ class UnitCalls:
             self.observed.add_call(device.allocated_bytes() - before)
         self.num_replayed += bool(self._num_run) and not self._num_ordinary and self.mode is Mode.REPLAYED
         unit.note_call(num_graphs=self._num_run)
+        if unit.why_not:
+            # Found out just now, perhaps after others have been recorded; the line is the same for units of one class.
+            self._reports.note(
+                f"capture: ordinary units, not CUDA graphs: {type(unit.module).__name__}: {unit.why_not}"
+            )
         return result
 
     def _run(self, unit: TracedUnit, graph: TracedGraph, inputs: tuple[Any, ...]) -> Outputs:
         """Run a traced graph of a unit."""
         self._num_run += 1
-        # A checkpoint writes buffers again in backward.
+        # A checkpoint writes again in backward. Nothing of the unit has run if this is its first graph.
+        if unit.is_checkpointed and graph.writes_python and self._num_run == 1:
+            raise _WritesPython
         writes_again = unit.is_checkpointed and bool(graph.written)
         if writes_again:
             self._reports.note("capture: ordinary units where torch.utils.checkpoint is around one that writes buffers")
