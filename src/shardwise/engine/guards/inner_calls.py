@@ -3,6 +3,8 @@
 `generate` calls an encoder-decoder's encoder, a LoRA wrapper's `generate` calls the model inside of it, and `encode` of
 sentence-transformers calls one module after the other. Units have hooks of their own. The rest of the model is one
 unit too, the root: it is gathered for the outermost of these calls.
+
+Without it these calls end in the error for a freed parameter (guard.py). Since dd431d9d (evaluation by one rank alone).
 """
 
 from collections.abc import Iterator

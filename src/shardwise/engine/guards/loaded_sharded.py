@@ -1,4 +1,8 @@
-"""Refuses models that transformers has distributed while it loaded them."""
+"""Refuses models that transformers has distributed while it loaded them.
+
+Without it the error speaks of DTensors, which the user has not written, or of the Trainer's other options. Since
+e783b2e3 (models of transformers 5).
+"""
 
 from torch import nn
 

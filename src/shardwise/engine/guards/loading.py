@@ -3,6 +3,9 @@
 Where its parameters are copies of the master in another dtype, torch copies each value into the parameter; these hooks
 first copy it into the master, in full precision. Where they are sharded it is refused before anything is loaded: torch
 would fill the buffers, and what is replicated, and only then raise an error of its own.
+
+Without it a load into copies is undone by the next update, and one into sharded parameters is half done when torch
+raises. Since f392c2b2 (writes outside of an update).
 """
 
 from collections.abc import Container, Iterable, Mapping

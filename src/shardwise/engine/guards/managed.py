@@ -3,6 +3,9 @@
 A parameter that was added later would be trained separately by each rank. One that was moved out of its buffer
 (`p.data = …`, as momentum encoders do it) computes with its new memory until the next update, or until values are read:
 then its values are copied into the buffer, and it is put back there.
+
+Without it ranks train an added parameter apart, and updates do not reach a moved one: models that differ, and no error.
+Since ec7b352d (the first engine).
 """
 
 import weakref

@@ -1,7 +1,10 @@
-"""Refuses models that this engine cannot run, before they are changed."""
+"""Refuses models that this engine cannot run, before they are changed.
+
+Without it gradients are averaged twice, ranks differ by the rows that they look up, or an error comes from deep inside
+of torch. Since 5e135a50 (the first engine).
+"""
 
 import sys
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -48,29 +51,7 @@ def check_model(model: nn.Module, *, plan: Plan) -> None:
                 f"{name} is part of another model that has been through shardwise.prepare: prepare both at once, in "
                 "nn.ModuleDict({'one': …, 'other': …}), and call each as before"
             )
-    _check_memory(model)
     check_precision(model, plan=plan)
-
-
-def _check_memory(model: nn.Module) -> None:
-    """Refuse trained parameters with elements that are the same memory: each gets a place of its own in a buffer."""
-    spans: list[tuple[int, int, str]] = []
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad or parameter.is_meta or not parameter.numel():
-            continue
-        extents = zip(parameter.shape, parameter.stride(), strict=True)
-        num_places = 1 + sum((size - 1) * stride for size, stride in extents)
-        if num_places < parameter.numel():
-            raise InvalidModel(f"elements of {name} share memory (expand, as_strided): clone() it before prepare")
-        if num_places == parameter.numel():
-            start = parameter.data_ptr()
-            spans.append((start, start + num_places * parameter.element_size(), name))
-    for (_, end, name), (start, _, other) in pairwise(sorted(spans)):
-        if start < end:
-            raise InvalidModel(
-                f"{name} and {other} share memory without being one parameter, and would be trained apart: assign one "
-                "nn.Parameter to both places (tied), or clone() one"
-            )
 
 
 def check_tensor(name: str, tensor: torch.Tensor, *, can_be_taken_apart: bool = False) -> None:

@@ -7,6 +7,9 @@ summed as integers, on its device, and the sums are exchanged; only if they diff
     params replicated     the full buffer, on all ranks
     optim replicated      the master, on all ranks, where it is not the full buffer itself
     optim sharded         the master's slice, on the ranks of the mesh's `replicate` axis that hold the same one
+
+Without it the ranks train models that differ, and only the loss may show it. Since f06b42dc (the first comparisons of
+ranks).
 """
 
 from collections import Counter

@@ -13,6 +13,9 @@ Where both are the same memory there is nothing to do.
 
 torch counts the writes to a tensor (`_version`), and the views of a buffer share one count. Writes through `p.data` are
 not counted, so between two updates slices have a class that intercepts `p.data` (the counts: core/master_writes.py).
+
+Without it one copy keeps the old values: a write is undone by the next update, or each rank trains with its own, with
+no error. Since f392c2b2.
 """
 
 from collections.abc import Callable, Sequence
