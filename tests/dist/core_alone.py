@@ -84,7 +84,7 @@ def on_core(plan: Plan, *, rank: int, num_passes: int) -> dict[str, Tensor]:
     core.wait_gathers()
     masters = {}
     for flat in core.flats:
-        for name, view in zip(flat.names, flat.views(flat.full_master()), strict=True):
+        for name, view in zip(flat.names, flat.full.views_of(flat.full_master()), strict=True):
             masters[name] = view.clone()
     late.assert_all_waited()
     core.detach()

@@ -298,7 +298,7 @@ def unused_in_one_pass(rank: int, strategy: str) -> None:
     model(x, ["a"]).sum().backward()
     names = {}
     for flat in engine_of(model).flats:
-        for part in flat.owned:
+        for part in flat.master.owned:
             names[flat.names[part.index][0]] = part.parameter.grad is not None
     assert names == {"a": True, "b": True, "c": False}
     before = optimizer.param_groups[0]["params"][-1].clone()

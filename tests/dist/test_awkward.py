@@ -116,7 +116,7 @@ def grads_left(rank: int, strategy: str) -> None:
         awkward.loss_of(model, batch(step, rank)).backward()
         for unit in model_units(model):
             for flat in unit.flats:
-                for part in flat.owned:
+                for part in flat.master.owned:
                     name = flat.names[part.index]
                     used = "spare" not in name and ("sometimes" not in name or (step == 1 and "1" in name))
                     assert (part.parameter.grad is not None) == used, name

@@ -92,6 +92,10 @@ class UnitGrads(Generic[UnitT]):
         hook = partial(_before_grad, weakref.ref(self))
         self.hooks.handles += [parameter.register_hook(hook) for parameter in new]  # type: ignore[no-untyped-call]
 
+    def close(self) -> None:
+        """Accept no more gradients in this backward."""
+        self.closed = True
+
     @property
     def complete(self) -> bool:
         """Whether all gradients that are expected in this backward have arrived."""

@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwise.engine.activations.recompute import is_recomputed, replace_forward
 from shardwise.engine.activations.saved import Kept, SavedTensor, detach
-from shardwise.engine.core.flat_buffers import unguarded
+from shardwise.engine.core.parameters import unguarded
 from shardwise.engine.core.step_events import StepEvents
 from shardwise.engine.offload.transfer import Lane, lane_of
 from shardwise.program.rules.host import MOST_SAVED, overdue

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.engine.activations.saved import Kept, SavedTensor
 from shardwise.engine.activations.selective import Give, Keep, Products
-from shardwise.engine.core.flat_buffers import unguarded
+from shardwise.engine.core.parameters import unguarded
 
 # A larger persistent buffer holds weights rather than statistics, and a copy per call would cost as much memory as
 # recomputation saves.

@@ -181,7 +181,7 @@ class CapturedStep:
 
     def _holds_grads(self) -> bool:
         """Return whether there are gradients of an earlier backward, which would be part of the step."""
-        return self._engine.core.holds_grads or any(flat.has_grads() for flat in self._engine.flats)
+        return self._engine.core.holds_grads or any(flat.master.has_grads for flat in self._engine.flats)
 
     # Ordinary steps
 

@@ -17,8 +17,7 @@ from shardwise.engine.core.bucket import ReduceBucket
 from shardwise.engine.core.core_setting import CoreSetting
 from shardwise.engine.core.evaluation_gathers import EvaluationGathers
 from shardwise.engine.core.executor import MakeAction
-from shardwise.engine.core.flat import FlatParams
-from shardwise.engine.core.flat_buffers import refresh
+from shardwise.engine.core.flat import FlatParams, refresh
 from shardwise.engine.core.part_calls import PartCalls
 from shardwise.engine.core.pass_state import PassState
 from shardwise.engine.core.precision import attach_casts
@@ -43,7 +42,7 @@ class Core:
         self._runner = Runner(units, setting=setting)
         for unit in units.values():
             if unit.from_root and unit.sharded:
-                unit.lend = partial(lend, self._runner, unit)
+                unit.lend_by(partial(lend, self._runner, unit))
         self._handles: list[Any] = []
         self._undo: list[Callable[[], None]] = []
 
@@ -141,8 +140,8 @@ class Core:
         gathered = {
             flat.names[index]: (weight, self._runner.executor.scales.inverses[flat.names[index]])
             for flat in self.flats
-            if flat.fp8 is not None
-            for index, weight in flat.fp8.weights.items()
+            if flat.full.fp8 is not None
+            for index, weight in flat.full.fp8.weights.items()
         }
         self._undo = multiply_in_fp8(self.model, spec=self.spec, plan=self.plan, gathered=gathered)
 
@@ -232,7 +231,7 @@ class Core:
         runner = self._runner
         announce(self.events.values_replaced)
         for flat in self.flats:
-            flat.stage()
+            flat.master.stage()
         runner.cursor.run(edited(runner.context))
         replicated = [flat for flat in self.flats if flat.placement.params is not SHARDED]
         refresh([flat for flat in replicated if flat.placement.optim is not SHARDED])
@@ -243,7 +242,7 @@ class Core:
         """Masters were filled, and with them replicated parameters: what is gathered is old. Local to this rank."""
         announce(self.events.values_replaced)
         for flat in self.flats:
-            flat.stage()
+            flat.master.stage()
         for name, unit in self.units.items():
             if unit.sharded:
                 self._runner.cursor.run(released(name))
@@ -270,20 +269,10 @@ class Core:
         """
         runner = self._runner
         for unit in self.units.values():
-            for flat in unit.flats:
-                flat.gathering = None
-                flat.awaits_grads = False
-                flat.drop_grads(set(range(len(flat.params))))
-            unit.used.clear()
-            # Replicated parameters still hold what they held.
-            unit.arrived = unit.whole
-            unit.free()
+            unit.abandon()
         for bucket in self.buckets.values():
-            for segment in bucket.segments:
-                segment.work = None
-                segment.holds = False
-                segment.drop()
-        runner.flags.work = None
+            bucket.abandon()
+        runner.flags.abandon()
         runner.hooks.abandon_backward()
         runner.forwards, runner.called = 0, False
 
@@ -312,6 +301,5 @@ class Core:
         runner.seen = old.seen
         trainable: set[str] = set()
         for name, unit in self.units.items():
-            unit.used |= before.units[name].used
-            trainable |= unit.learn_trained(before.units[name].learned_trainable)
+            trainable |= unit.resume(before.units[name])
         runner.learn_program(trainable)

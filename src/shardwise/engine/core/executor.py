@@ -9,7 +9,7 @@ from torch import Tensor
 from shardwise.engine.core.bucket import ReduceBucket
 from shardwise.engine.core.core_setting import CoreSetting
 from shardwise.engine.core.first_forward import FirstForward
-from shardwise.engine.core.flat_buffers import refresh
+from shardwise.engine.core.flat import refresh
 from shardwise.engine.core.fp8_scales import Fp8Scales
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.core.used import UsedFlags
@@ -148,7 +148,7 @@ class EngineExecutor:
     def can_undo_grads(self) -> bool:
         """Return whether the gradients from before a backward that raised are still there."""
         flats = (flat for unit in self.units.values() for flat in unit.flats)
-        return not self.holds_grads and all(flat.can_undo_grads for flat in flats)
+        return not self.holds_grads and all(flat.grads.can_undo for flat in flats)
 
     def undo_grads(self) -> None:
         """Restore the gradients from before a backward that raised."""

@@ -35,7 +35,7 @@ class Fp8Scales:
         self._group, self._collectives, self._tape = setting.groups.gather, setting.collectives, setting.tape
         self.stale = True
         self.inverses: dict[str, Tensor] = {}
-        weights = [(flat, index) for flat in flats if flat.fp8 for index in flat.fp8.weights]
+        weights = [(flat, index) for flat in flats if flat.full.fp8 for index in flat.full.fp8.weights]
         self._num_weights = len(weights)
         if not weights:
             return
@@ -49,13 +49,13 @@ class Fp8Scales:
         self._parts: list[Tensor] = []
         owners: list[int] = []
         for flat, index in weights:
-            assert flat.fp8 is not None
+            assert flat.full.fp8 is not None
             number = numbers[id(flat), index]
-            flat.fp8.scales[index] = self._scales[number]
+            flat.full.fp8.scales[index] = self._scales[number]
             # As `data`: autograd saves it, and writing the same value again is no change.
             self.inverses[flat.names[index]] = self._inverses[number].data
         for flat in flats:
-            for index, part in flat.fp8.owned if flat.fp8 else ():
+            for index, part in flat.full.fp8.owned if flat.full.fp8 else ():
                 self._parts.append(part)
                 owners.append(numbers[id(flat), index])
         for event in (setting.events.update_ended, setting.events.values_written):

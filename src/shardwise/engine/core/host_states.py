@@ -1,5 +1,6 @@
 """What the core asks of host memory in which units keep their states."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -23,8 +24,8 @@ class HostMemory(Protocol):
         """Copy from host memory in this block while the device computes; after an update's event, unless None."""
         ...
 
-    def arrival(self, then: Work | None) -> Work:
-        """Return what is waited for until everything that was loaded so far is there, and `then` is done."""
+    def arrival(self, gathering: Work | None, *, then: Callable[[], None]) -> Work:
+        """Return what is waited for until everything that was loaded so far is there and gathered; `then` is called."""
         ...
 
     def settle(self, update: Any) -> None:

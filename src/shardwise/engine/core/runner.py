@@ -63,7 +63,7 @@ class Runner:
         self.before_graph_of_grads = partial(leave_to_autograd, units.values())
         self.hooks: StepHooks[Unit] = StepHooks(modules, listener=self, on_first_grad=Unit.check_first_grad)
         for unit in units.values():
-            unit.grads = self.hooks.grads[unit]
+            unit.listen(self.hooks.grads[unit])
         self.seen: Sequence[Observation] = ()
         self.learned, self.forwards, self.called = False, 0, False
         # Whether this backward reduces its gradients, or keeps them for a later one.
@@ -93,10 +93,10 @@ class Runner:
         if unit is self.root:
             self._begin()
         first = self.executor.first
-        unit.call = first.note_call(unit) if first else self.cursor.call_of(unit.name, after=unit.call)
-        self.cursor.before_forward(unit, unit.call)
-        unit.calls += 1
-        return unit.call
+        call = first.note_call(unit) if first else self.cursor.call_of(unit.name, after=unit.call)
+        self.cursor.before_forward(unit, call)
+        unit.note_call(call)
+        return call
 
     @property
     def is_in_step(self) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.issued import CollectiveName
 from shardwise.engine.core.flat import FlatParams
-from shardwise.engine.core.flat_buffers import unguarded
+from shardwise.engine.core.parameters import unguarded
 from shardwise.engine.core.step_errors import (
     added_to_average,
     frozen_was_written,
@@ -76,16 +76,21 @@ class Unit:
         self.flats = flats
         # Whether there is anything to gather and free.
         self.sharded = self.placement.params is SHARDED and bool(flats)
-        # Whose parameters are guarded between backwards: their gradients are sharded, or they are copies of a master.
-        self.resting = [flat for flat in flats if not flat.shows_grads or flat.compute_dtype != flat.master_dtype]
-        self.shows_grads = any(flat.shows_grads for flat in flats)
-        # Whether slices come from host memory, and even a rank alone waits for them.
-        self.on_host = any(flat.host is not None for flat in flats)
-        self._is_on_gpu = bool(flats) and flats[0].device.type == "cuda"
-        self._num_params = sum(len(flat.params) for flat in flats)
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def shows_grads(self) -> bool:
+        return any(flat.grads.shows for flat in self.flats)
+
+    def listen(self, grads: UnitGrads["Unit"]) -> None:
+        """Expect gradients here."""
+        self.grads = grads
+
+    def lend_by(self, lend: Callable[[], bool]) -> None:
+        """Have this make its parameters readable where they are read outside of its forward."""
+        self.lend = lend
 
     def params(self) -> Iterator[nn.Parameter]:
         return (parameter for flat in self.flats for parameter in flat.params)
@@ -116,13 +121,13 @@ class Unit:
     def _gather(self, flats: list[FlatParams]) -> None:
         # All of it or nothing: memory may run out, and then it is unknown what was issued.
         for flat in flats:
-            flat.make_room()
+            flat.full.make_room()
         for flat in flats:
-            with flat.loading():
-                flat.load_own()
-                group = flat.groups.gather
+            full, group = flat.full, flat.groups.gather
+            with full.loading(flat.master):
+                full.load(flat.master)
                 group.log.name = self._gathers
-                flat.gathering = flat.collectives.all_gather(flat.full, group=group, own=flat.own_full)
+                full.begin(flat.collectives.all_gather(full.buffer, group=group, own=full.own))
         self.whole = True
         self.arrived = False
         self.tape.record(Kind.GATHER, self.name, partial(_full_bytes, flats))
@@ -142,22 +147,23 @@ class Unit:
 
     def _fill(self, flats: list[FlatParams]) -> None:
         for flat in flats:
-            flat.make_room()
+            flat.full.make_room()
         for flat in flats:
-            with flat.loading():
-                flat.load_own()
+            with flat.full.loading(flat.master):
+                flat.full.load(flat.master)
         self.whole = True
-        self.arrived = not self.on_host
+        # From host memory, even a rank alone waits for its slices.
+        self.arrived = all(flat.master.host is None for flat in self.flats)
         self.tape.record(Kind.GATHER, self.name, partial(_full_bytes, flats))
 
     def wait_gather(self) -> None:
         if self.arrived or not self.whole:
             return
         for flat in self.flats:
-            flat.wait_gather()
+            flat.full.wait()
         self.arrived = True
-        if self._is_on_gpu and torch.cuda.is_current_stream_capturing():
-            _meet(self.flats[0].full)
+        if self.flats and self.flats[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            _meet(self.flats[0].full.buffer)
         self.tape.record(Kind.WAIT_GATHER, self.name)
 
     def wake(self) -> None:
@@ -174,7 +180,7 @@ class Unit:
         if not self.sharded or not self.whole:
             return
         for flat in self.flats:
-            flat.free()
+            flat.full.free()
         self.whole = self.arrived = False
         self._rest(self.settled)
         self.tape.record(Kind.FREE, self.name, partial(_full_bytes, self.flats))
@@ -187,8 +193,8 @@ class Unit:
     def begin_update(self) -> None:
         """Look for writes to frozen parameters whose gradients were not cleared: fused kernels count none."""
         for flat in self.flats:
-            if flat.has_gradients and flat not in self.trained_flats and flat.has_grads():
-                flat.writes.lend()
+            if flat.spec.has_gradients and flat not in self.trained_flats and flat.master.has_grads:
+                flat.master.writes.lend()
 
     def updated(self) -> list[FlatParams]:
         """Free what an update has made old. Slices of replicated parameters are gathered next.
@@ -196,10 +202,10 @@ class Unit:
         Returns the buffers of which this rank has the whole master, to be refreshed with those of other units.
         """
         # An optimizer may step what is frozen by now, if its gradient was not cleared.
-        written = [flat for flat in self.flats if flat not in self.trained_flats and flat.writes.found]
+        written = [flat for flat in self.flats if flat not in self.trained_flats and flat.master.writes.found]
         stepped = [*self.trained_flats, *written]
         for flat in stepped:
-            flat.stage()
+            flat.master.stage()
         if self.placement.optim is not SHARDED:
             return stepped
         if self.sharded:
@@ -212,12 +218,14 @@ class Unit:
         """Become as a step finds it, once the buffers are filled: free what is sharded."""
         self.settled = list(self.params())
         self._learn_trained({id(parameter) for parameter in self.settled if parameter.requires_grad})
-        self._rests = [parameter for flat in self.resting for parameter in flat.params]
+        # Their gradients are sharded, or they are copies of a master.
+        resting = [flat for flat in self.flats if not flat.grads.shows or flat.compute_dtype != flat.master_dtype]
+        self._rests = [parameter for flat in resting for parameter in flat.params]
         for flat in self.flats:
-            flat.stage()
+            flat.master.stage()
         self.whole = self.arrived = not self.sharded
         announce(self.events.unit_settled, self)
-        if self.resting:
+        if self._rests:
             self._rest(self.settled)
 
     def warn_unannounced(self) -> None:
@@ -230,7 +238,26 @@ class Unit:
                 stacklevel=3,
             )
 
+    def abandon(self) -> None:
+        """Stand as before a step that was captured: nothing that it issued ever runs."""
+        for flat in self.flats:
+            flat.full.abandon()
+            flat.grads.discard()
+        self.used.clear()
+        # Replicated parameters still hold what they held.
+        self.arrived = self.whole
+        self.free()
+
     # The step
+
+    def note_call(self, call: int) -> None:
+        """Note a call of this forward by its number in the program."""
+        self.call = call
+        self.calls += 1
+
+    def note_used(self, parameters: AbstractSet[int]) -> None:
+        """Note the parameters, by id, that this backward has used."""
+        self.used |= parameters
 
     def begin(self, *, continues: bool) -> None:
         """Begin a forward: hook parameters that were thawed, forget gradients that were cleared.
@@ -244,16 +271,16 @@ class Unit:
         with unguarded():
             self.grads.expect(self.settled)
             for flat in self.flats:
-                flat.drop_stale_grads()
+                flat.grads.drop_stale()
         if self.grads.expected != before:
             for flat in self.flats:
                 self._check_thawed(flat)
-                for part in flat.owned:
+                for part in flat.master.owned:
                     part.parameter.requires_grad_(self.is_trainable(flat, part.index))
 
     def _check_thawed(self, flat: FlatParams) -> None:
         for index, name in enumerate(flat.names):
-            if flat.unstepped and self.is_trainable(flat, index):
+            if flat.spec.unstepped and self.is_trainable(flat, index):
                 raise thawed_without_master(name, dtype=flat.master_dtype)
 
     @property
@@ -263,7 +290,7 @@ class Unit:
     @property
     def partly_frozen(self) -> bool:
         """Then its last gradient does not tell that backward is done with its parameters."""
-        return len(self.grads.expected) < self._num_params
+        return len(self.grads.expected) < len(self.settled)
 
     def learn_trained(self, trained: frozenset[int] | None = None) -> set[str]:
         """Learn which parameters are trained now; return their names. Only their buffers are reduced and updated.
@@ -279,9 +306,14 @@ class Unit:
             if id(parameter) in self.learned_trainable
         }
 
+    def resume(self, before: "Unit") -> set[str]:
+        """Continue where another unit of the same parameters has stopped; return the names of those trained now."""
+        self.used |= before.used
+        return self.learn_trained(before.learned_trainable)
+
     def _learn_trained(self, trained: AbstractSet[int]) -> None:
         self.trained_flats = [
-            flat for flat in self.flats if flat.has_gradients and any(id(one) in trained for one in flat.params)
+            flat for flat in self.flats if flat.spec.has_gradients and any(id(one) in trained for one in flat.params)
         ]
 
     def is_trainable(self, flat: FlatParams, index: int) -> bool:
@@ -291,19 +323,19 @@ class Unit:
         self.calls += self._earlier_calls
         self._earlier_calls = 0
         for flat in self.flats:
-            flat.hide_grads()
+            flat.grads.hide()
 
     def check_first_grad(self, parameter: Tensor) -> None:
         """Before a backward that begins with this parameter's gradient: was it added to an average?"""
         for flat in self.flats:
             for index, name in enumerate(flat.names):
-                if flat.params[index] is parameter and flat.shows_average(index):
+                if flat.params[index] is parameter and flat.grads.shows_average(index):
                     raise added_to_average(name)
 
     def end_backward(self) -> None:
         """Free it. `p.grad` answers with an error where gradients are sharded."""
         self.free()
-        if self.resting and not self.at_rest:
+        if self._rests and not self.at_rest:
             self._rest(self._rests)
 
     def restore_grads(self) -> None:
@@ -311,7 +343,7 @@ class Unit:
         for flat in self.flats:
             if flat not in self.trained_flats:
                 self._check_no_grads(flat)
-            flat.restore_grads()
+            flat.grads.restore()
 
     def _check_no_grads(self, flat: FlatParams) -> None:
         """Raise if a parameter got a gradient whose buffer is not reduced."""
@@ -324,22 +356,19 @@ class Unit:
         """Restore the gradients from before a backward that raised."""
         self.used.clear()
         for flat in self.flats:
-            flat.undo_grads()
+            flat.grads.undo()
 
     def forget_grads(self, names: AbstractSet[str], *, drop: bool) -> None:
         """Somebody clears the gradients of these parameters; with `drop`, also those that are reduced."""
         for flat in self.flats:
             cleared = flat.indices_of(names)
-            if drop:
-                flat.drop_grads(cleared)
-            # Of these nothing is left that was there before.
-            flat.with_new_grads |= cleared
+            flat.grads.clear(cleared, drop=drop)
             if self.used:
                 self.used.difference_update([id(flat.params[index]) for index in cleared])
 
 
 def _full_bytes(flats: list[FlatParams]) -> int:
-    return sum(flat.full_bytes for flat in flats)
+    return sum(flat.full.num_bytes for flat in flats)
 
 
 def _meet(gathered: Tensor) -> None:

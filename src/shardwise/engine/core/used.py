@@ -65,6 +65,10 @@ class UsedFlags:
         self._rider = rider
         rider.flag = self.flags[:1]
 
+    def abandon(self) -> None:
+        """Forget a sum that is never computed."""
+        self.work = None
+
     def start(self) -> None:
         """Sum the flags over the ranks."""
         self._write()
@@ -109,6 +113,6 @@ class UsedFlags:
             for place, summed in zip(self.unused, self.flags[self.unused].tolist(), strict=True):
                 if (rider.users(summed) if rider is not None else summed) == 0:
                     _, flat, index = self.places[place]
-                    flat.drop_new_grad(index)
+                    flat.grads.drop_new(index)
         for unit in self.units:
             unit.used.clear()

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from shardwise.engine.core.core import Core
-from shardwise.engine.core.flat_buffers import unguarded
+from shardwise.engine.core.parameters import unguarded
 from shardwise.engine.core.step_errors import backward_without_forward
 from shardwise.engine.guards.first_inputs import FirstInputs
 from shardwise.engine.guards.managed import ManagedParameters

@@ -24,7 +24,7 @@ from shardwise.plan.placement import SHARDED
 def attach_loads(core: Core) -> list[Any]:
     """Register hooks on the modules with such parameters. Returns their handles."""
     sharded = {id(p) for flat in core.flats if flat.placement.params is SHARDED for p in flat.params}
-    copied = [flat for flat in core.flats if flat.placement.params is not SHARDED and not flat.aliased]
+    copied = [flat for flat in core.flats if flat.placement.params is not SHARDED and not flat.master.aliased]
     places = {id(parameter): (flat, index) for flat in copied for index, parameter in enumerate(flat.params)}
     modules = list(core.model.modules())
     hooks = [
@@ -63,5 +63,5 @@ def _fill(
         flat, index = places[id(parameter)]
         # torch raises an error for another shape.
         if value.shape == flat.layout.shapes[index]:
-            flat.wait_gather()
+            flat.full.wait()
             flat.fill(index, value)

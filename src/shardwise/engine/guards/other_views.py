@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from shardwise.engine.core.flat_buffers import unguarded
+from shardwise.engine.core.parameters import unguarded
 from shardwise.errors import InvalidModel
 from shardwise.program.left_tensors import PLAIN
 from shardwise.torch_internals.torch_private import is_traceable_wrapper_subclass

@@ -43,14 +43,14 @@ class _Replica:
 
     @property
     def buffer(self) -> Tensor:
-        return self.flat.master if self.is_master else self.flat.full
+        return self.flat.master.values if self.is_master else self.flat.full.buffer
 
     def parts(self) -> list[tuple[str, Tensor]]:
         """Return the parameters in the buffer, by name."""
         flat = self.flat
         if not self.is_master:
-            return list(zip(flat.names, flat.full_views, strict=True))
-        return [(flat.names[part.index], flat.master[part.start : part.stop]) for part in flat.owned]
+            return list(zip(flat.names, flat.full.views, strict=True))
+        return [(flat.names[part.index], flat.master.values[part.start : part.stop]) for part in flat.master.owned]
 
 
 class Replicas:
@@ -65,7 +65,7 @@ class Replicas:
             for flat in flats
             for is_master, compared in (
                 (False, flat.placement.params is not SHARDED),
-                (True, not flat.aliased and (flat.placement.optim is not SHARDED or groups.replicate.size > 1)),
+                (True, not flat.master.aliased and (flat.placement.optim is not SHARDED or groups.replicate.size > 1)),
             )
             if compared
         ]

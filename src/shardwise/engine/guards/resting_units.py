@@ -62,14 +62,14 @@ def _guard(unit: Unit) -> None:
     for flat in unit.flats:
         for index, (parameter, name) in enumerate(zip(flat.params, flat.names, strict=True)):
             parameter._touched = partial(_touched, unit, flat, name)  # type: ignore[attr-defined]
-            parameter._drop_grad = partial(flat.drop_grads, {index})  # type: ignore[attr-defined]
+            parameter._drop_grad = partial(flat.grads.drop, {index})  # type: ignore[attr-defined]
 
 
 def _touched(unit: Unit, flat: FlatParams, name: str, is_grad: bool) -> None:
     """Refuse a read of a resting parameter, or make it readable."""
     if is_grad:
         # Before a backward there is no gradient: None is correct.
-        if flat.shows_grads or not any(other.has_grads() for other in unit.flats):
+        if flat.grads.shows or not any(other.master.has_grads for other in unit.flats):
             return
         refuse(name, is_grad=True)
     if unit.lend():
@@ -81,6 +81,6 @@ def _touched(unit: Unit, flat: FlatParams, name: str, is_grad: bool) -> None:
             raise forward_called_directly(unit.name)
         refuse(name, is_grad=False)
     for other in unit.flats:
-        other.wait_gather()
+        other.full.wait()
     # A write through `p.data` would not be counted by torch.
-    flat.touched = True
+    flat.master.writes.touch()

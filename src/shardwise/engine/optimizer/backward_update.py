@@ -10,7 +10,8 @@ from torch.optim import Optimizer
 
 from shardwise.engine.core.core import Core
 from shardwise.engine.core.flat import FlatParams
-from shardwise.engine.core.flat_buffers import Owned, parameter_like
+from shardwise.engine.core.master import Owned
+from shardwise.engine.core.parameters import parameter_like
 from shardwise.engine.optimizer.streamed_update import StreamedUpdate, empty_stand_in, group_numbers, plain_step
 from shardwise.errors import InvalidModel
 from shardwise.program.rules.updates import is_in_backward
@@ -59,20 +60,20 @@ class BackwardUpdate:
             # More passes follow, each of which is reduced under dynamic = true. Or another rank may have used the
             # rest, which is known at the end of backward: then optimizer.step() updates it.
             return
-        flat.writes.before_own()
+        flat.master.writes.before_own()
         for optimizer in self._optimizers:
             stepped = group_numbers(optimizer)
             parts = [
                 (part, part.parameter.grad)
-                for part in flat.owned
+                for part in flat.master.owned
                 if part.parameter.grad is not None and id(part.parameter) in stepped
             ]
-            if parts and flat.host is not None:
+            if parts and flat.master.host is not None:
                 self._streamed.update_in_backward(flat, parts, optimizer=optimizer)
             elif parts:
                 _step(flat, parts, optimizer=optimizer)
-        flat.writes.after_own()
-        flat.drop_grads(range(len(flat.params)))
+        flat.master.writes.after_own()
+        flat.grads.drop(range(len(flat.params)))
 
     def _check_whole(self) -> None:
         """Refuse to read values between backward and step, or after a backward that failed: units are of two steps."""
@@ -93,7 +94,7 @@ def _step(flat: FlatParams, parts: list[tuple[Owned, Tensor]], *, optimizer: Opt
     number_of = group_numbers(optimizer)
     for part, grad in parts:
         # Between two steps the optimizer's own parameters are guarded, for which torch has no fast kernels.
-        plain = parameter_like(part.parameter, flat.master[part.start : part.stop])
+        plain = parameter_like(part.parameter, flat.master.values[part.start : part.stop])
         plain.grad = grad
         stand_in.param_groups[number_of[id(part.parameter)]]["params"].append(plain)
         # The same dictionary, which the step fills.

@@ -113,9 +113,8 @@ class OwnedParameters(OptimizerSlices):
             now = [sharded[name] for name in names] if len(names) == len(group["params"]) else None
             for number, parameter in enumerate(group["params"]):
                 stepped[id(parameter)] = Stepped(sharded=now is not None and now[number], dtype=parameter.dtype)
-        flat = self._flats[0]
-        verdicts = judge(optimizer, stepped=stepped, device=flat.stepped_on)
-        if any(needs_owner(verdict, alignment=flat.alignment) for verdict in verdicts.values()):
+        verdicts = judge(optimizer, stepped=stepped, device=self._flats[0].stepped_on)
+        if any(needs_owner(verdict, alignment=self.core.setting.alignment) for verdict in verdicts.values()):
             raise InvalidPlan(
                 f"{name_of(optimizer)} looks at more than an element in its update, and under this plan it would step "
                 "slices: save a checkpoint and prepare the model again"
@@ -162,12 +161,10 @@ class OwnedParameters(OptimizerSlices):
         """Return the parameters that must be stepped unsharded: their update reads more than one element at a time."""
         if self._any_optimizer or not self._flats:
             return []
-        flat = self._flats[0]
-        verdicts = judge(optimizer, stepped=self._stepped, device=flat.stepped_on, first_group=first_group)
+        alignment, stepped_on = self.core.setting.alignment, self._flats[0].stepped_on
+        verdicts = judge(optimizer, stepped=self._stepped, device=stepped_on, first_group=first_group)
         check_reach(optimizer, verdicts=verdicts)
-        found = [
-            self._names[key] for key, verdict in verdicts.items() if needs_owner(verdict, alignment=flat.alignment)
-        ]
+        found = [self._names[key] for key, verdict in verdicts.items() if needs_owner(verdict, alignment=alignment)]
         if found and dist.get_rank() == 0:
             warn_owned(optimizer, num_owned=len(found), num_held=len(verdicts))
         return found

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwise.engine.core.core import Core
-from shardwise.engine.core.flat import FlatParams, set_grad
-from shardwise.engine.core.flat_buffers import Owned, parameter_like
+from shardwise.engine.core.flat import FlatParams
+from shardwise.engine.core.master import Owned
+from shardwise.engine.core.parameters import parameter_like, set_grad
 from shardwise.engine.optimizer.allocate import allocate_states
 from shardwise.engine.optimizer.known import ELEMENTWISE, name_of
 from shardwise.engine.optimizer.update_chunks import ChunkSlot, Piece, UpdateStreams, chunks
@@ -90,11 +91,11 @@ class StreamedUpdate:
     @property
     def flats(self) -> list[FlatParams]:
         """The flats whose states pass through the device."""
-        return [flat for flat in self._core.flats if flat.host is not None and flat.host.keeps_grads]
+        return [flat for flat in self._core.flats if flat.master.passes_through_device]
 
     def allocate_others(self, optimizer: Optimizer) -> None:
         """Allocate the state of everything else, which stays on the device, before the first update."""
-        allocate_states(optimizer, without={id(part.parameter) for flat in self.flats for part in flat.owned})
+        allocate_states(optimizer, without={id(part.parameter) for flat in self.flats for part in flat.master.owned})
 
     def slot_tensors(self) -> list[Tensor]:
         """Return the memory through which states pass."""
@@ -103,19 +104,19 @@ class StreamedUpdate:
     def settle(self) -> None:
         """Wait until all updates have written host memory, before anything reads it there."""
         for flat in self.flats:
-            flat.settle()
+            flat.master.settle()
 
     def wait(self) -> None:
         """Let the device wait until updates no longer read gradients."""
         for flat in self.flats:
-            self._streams.wait(None, flat.update)
+            self._streams.wait(None, flat.master.update)
 
     def begin_step(self, optimizer: Optimizer) -> None:
         """Take the gradients of what lives in host memory, which the optimizer's own step then leaves alone."""
         self._give_back()
         stepped = group_numbers(optimizer)
         for flat in self._in_order_of_use():
-            for part in flat.owned:
+            for part in flat.master.owned:
                 grad = part.parameter.grad
                 if grad is not None and id(part.parameter) in stepped:
                     self._taken.append((flat, part, grad))
@@ -170,7 +171,7 @@ class StreamedUpdate:
         self._in_flight.append((flat, self._streams.record("step")))
         for earlier, stepped in overdue(self._in_flight, most=MOST_GRADS):
             self._streams.wait(None, stepped)
-            earlier.in_use = None
+            earlier.master.was_read()
 
     def _stream(
         self,
@@ -181,13 +182,13 @@ class StreamedUpdate:
         options: Optimizer,
     ) -> None:
         self._largest = min(CHUNK_ELEMENTS, max(flat.layout.slice_elements for flat in self.flats))
-        before, sent = flat.update, None
+        before, sent = flat.master.update, None
         for chunk in chunks(parts, largest=self._largest):
             slot = self._slots[0]
             self._slots = [*self._slots[1:], slot]
             sent = self._update(flat, chunk, slot=slot, after=before, optimizer=optimizer, options=options)
         rates = [value for group in options.param_groups for value in group.values() if isinstance(value, Tensor)]
-        flat.update, flat.in_use = sent, [*(grad for _, grad in parts), *rates]
+        flat.master.begin_update(sent, reads=[*(grad for _, grad in parts), *rates])
 
     def _update(
         self,
@@ -201,7 +202,7 @@ class StreamedUpdate:
     ) -> Any:
         """Bring a chunk in, update it and send it out; return the event of its end."""
         streams, first, last = self._streams, chunk[0].start, chunk[-1].stop
-        master = flat.host_master[first:last]
+        master = flat.master.unsettled[first:last]
         with streams.on("bring"):
             # On this stream also the memory: a fill of it (deterministic algorithms) must come before the copy.
             here = self._room(slot, "master", master.numel(), dtype=master.dtype)
@@ -214,14 +215,14 @@ class StreamedUpdate:
             streams.wait("step", brought)
             plain_step(stand_in)
             cast = None
-            if flat.is_staged:
-                cast = self._room(slot, "staged", master.numel(), dtype=flat.staged.dtype).copy_(here)
+            if flat.master.is_staged:
+                cast = self._room(slot, "staged", master.numel(), dtype=flat.master.staged.dtype).copy_(here)
             stepped = streams.record("step")
         with streams.on("send"):
             streams.wait("send", stepped)
             master.copy_(here, non_blocking=True)
             if cast is not None:
-                flat.staged[first:last].copy_(cast, non_blocking=True)
+                flat.master.staged[first:last].copy_(cast, non_blocking=True)
             self._send_states(flat, chunk, stand_in, optimizer=optimizer)
             slot.sent = streams.record("send")
         # Not the gradients, which are kept only until the device waits for the update.
@@ -282,11 +283,11 @@ class StreamedUpdate:
 
     def _host_state(self, flat: FlatParams, key: str, value: Tensor) -> Tensor:
         """Return host memory for a state of a flat's parameters."""
-        assert flat.host is not None
+        assert flat.master.host is not None
         states = self._states.setdefault(flat, {})
         if key not in states:
             self._steps_since_made = 0
-            states[key] = flat.host.zeros(flat.host_master.numel(), dtype=value.dtype)
+            states[key] = flat.master.host.zeros(flat.master.unsettled.numel(), dtype=value.dtype)
         return states[key]
 
     # Steps as graphs: the copies of an update are a part of them, and read and write the same addresses in each replay
@@ -295,7 +296,7 @@ class StreamedUpdate:
         """Let the computation wait for all updates. What they have read and used may be used again."""
         self.wait()
         for flat in self.flats:
-            flat.in_use = None
+            flat.master.was_read()
         for slot in self._slots:
             slot.forget()
 
@@ -311,7 +312,7 @@ class StreamedUpdate:
         """Forget the recorded updates, which have not run."""
         self._taken = []
         for flat in self.flats:
-            flat.update = flat.in_use = None
+            flat.master.forget_update()
         for slot in self._slots:
             slot.forget()
 
@@ -319,4 +320,4 @@ class StreamedUpdate:
         """Let whatever reads host memory wait for a replayed update."""
         replayed = self._streams.record(None)
         for flat in self.flats:
-            flat.update = replayed
+            flat.master.follow(replayed)

@@ -14,7 +14,7 @@ from torch import nn
 from shardwise.comm.agreement import agree
 from shardwise.engine.core.assembly import make_flat
 from shardwise.engine.core.flat import FlatParams
-from shardwise.engine.core.flat_buffers import unguarded
+from shardwise.engine.core.parameters import unguarded
 from shardwise.engine.core.step_events import announce
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.engine import Engine, engine_of
@@ -104,7 +104,7 @@ def _spec_now(model: nn.Module, engine: Engine) -> ModelSpec:
         if not any(flat is own for own in engine.core.units[unit].flats):
             raise InvalidModel(f"{_NAME}: {found.name} is shared between units that did not share it before")
         kept = replace(by_name[flat.names[index]], name=found.name, aliases=found.aliases)
-        return replace(kept, trainable=True, switched=False) if flat.unstepped and found.trainable else kept
+        return replace(kept, trainable=True, switched=False) if flat.spec.unstepped and found.trainable else kept
 
     fresh = model_spec(model, policy=engine.plan.units)
     return replace(
@@ -162,7 +162,7 @@ class _Extension:
         flats = []
         for flat in unit.flats:
             left = [param for param in params if self._place(param) is flat]
-            stays = len(left) == len(flat.params) and not (flat.unstepped and any(one.trainable for one in left))
+            stays = len(left) == len(flat.params) and not (flat.spec.unstepped and any(one.trainable for one in left))
             # In their order in the buffer.
             left.sort(key=lambda param: self._known[id(self._parameters[param.name])][1])
             named = (replace(param, name=self._names.get(param.name, param.name)) for param in flat.spec.params)
@@ -202,7 +202,7 @@ class _Extension:
         if not left:
             self._forget_states(old)
             return []
-        values = dict(zip(map(id, old.params), old.views(old.full_master()), strict=True))
+        values = dict(zip(map(id, old.params), old.full.views_of(old.full_master()), strict=True))
         optimizers = list(self._engine.owned.group_names)
         states = [unsharded_states(optimizer, flats=[old], matrices=()) for optimizer in optimizers]
         # Before the new states are set: an optimizer may step the same replicated parameter before and after.
@@ -226,7 +226,7 @@ class _Extension:
 
     def _forget_states(self, flat: FlatParams) -> None:
         for optimizer in self._engine.owned.group_names:
-            for part in flat.owned:
+            for part in flat.master.owned:
                 optimizer.state.pop(part.parameter, None)
 
     def _move_buffers(self) -> None:

@@ -144,8 +144,10 @@ def fixed_by(engine: Engine, *, plan: Plan) -> str:
         "parameters that are OWNED (stepped whole by one rank each)": bool(
             engine.owned.matrices.of(None) or plan.owned
         ),
-        "an optimizer of blocks of elements": any(flat.alignment != ALIGNMENT for flat in engine.flats),
-        "weights of which a module keeps the memory (bitsandbytes int8)": any(flat.followed for flat in engine.flats),
+        "an optimizer of blocks of elements": engine.core.setting.alignment != ALIGNMENT,
+        "weights of which a module keeps the memory (bitsandbytes int8)": any(
+            flat.full.followed for flat in engine.flats
+        ),
     }
     return next((trait for trait, found in traits.items() if found), "")
 

@@ -41,7 +41,9 @@ class EMA:
         self.num_updates = 0
         announce(self._engine.core.events.values_read, False)
         self._averages = {
-            flat: flat.master.detach().to(_dtype(flat), copy=True) for flat in self._engine.flats if _is_trained(flat)
+            flat: flat.master.values.detach().to(_dtype(flat), copy=True)
+            for flat in self._engine.flats
+            if _is_trained(flat)
         }
         # A parameter that was frozen after `prepare` is in one buffer with trained ones, and has no average.
         self._averaged = {name for flat in self._engine.flats for name in _trained(flat)}
@@ -70,16 +72,16 @@ class EMA:
                     "parameters are thawed"
                 )
         for flat, average in self._averages.items():
-            average.lerp_(flat.master.to(average.dtype), 1 - self._decay)
+            average.lerp_(flat.master.values.to(average.dtype), 1 - self._decay)
         self._follow_frozen()
         self.num_updates += 1
 
     def _follow_frozen(self) -> None:
         """Give parameters without an average their value, where it was written."""
         for flat, average in self._averages.items():
-            for part in flat.owned:
+            for part in flat.master.owned:
                 if flat.names[part.index] not in self._averaged:
-                    average[part.start : part.stop].copy_(flat.master[part.start : part.stop])
+                    average[part.start : part.stop].copy_(flat.master.values[part.start : part.stop])
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -95,7 +97,7 @@ class EMA:
         engine.core.wait_gathers()
         announce(engine.core.events.values_read, False)
         self._follow_frozen()
-        own = {flat: flat.master.clone() for flat in self._averages}
+        own = {flat: flat.master.values.clone() for flat in self._averages}
         self._set_values(self._averages)
         passes.values_by = f"`with {_APPLIED}:`"
         try:
@@ -110,9 +112,7 @@ class EMA:
     @torch.no_grad()
     def _set_values(self, values: dict[FlatParams, Tensor]) -> None:
         for flat, value in values.items():
-            flat.writes.before_own()
-            flat.master.copy_(value)
-            flat.writes.after_own()
+            flat.write_master(value)
         self._engine.core.distribute()
 
     def of_flat(self, flat: FlatParams) -> Tensor | None:
@@ -133,7 +133,7 @@ class EMA:
         return {
             part.parameter: average[part.start : part.stop].view(part.parameter.shape)
             for flat, average in self._averages.items()
-            for part in flat.owned
+            for part in flat.master.owned
             if flat.names[part.index] in self._averaged
         }
 
@@ -149,7 +149,7 @@ def _is_trained(flat: FlatParams) -> bool:
 def _trained(flat: FlatParams) -> set[str]:
     """Return the names of the buffer's parameters that are trained now."""
     named = zip(flat.names, flat.params, strict=True)
-    return {name for name, parameter in named if flat.has_gradients and parameter.requires_grad}
+    return {name for name, parameter in named if flat.spec.has_gradients and parameter.requires_grad}
 
 
 def _dtype(flat: FlatParams) -> torch.dtype:

@@ -93,7 +93,7 @@ def full_tensors(engine: Engine, state: Any, *, keep_vars: bool) -> Any:
     _begin_state(engine)
     values: dict[int, Tensor] = {}
     for flat in engine.flats:
-        for parameter, view in zip(flat.params, flat.views(flat.full_master()), strict=True):
+        for parameter, view in zip(flat.params, flat.full.views_of(flat.full_master()), strict=True):
             values[id(parameter)] = view.clone()
     for name, tensor in state.items():
         if id(tensor) in values:

@@ -113,7 +113,7 @@ def _grads(flats: list[FlatParams], named: set[int] | None) -> list[Tensor]:
     return [
         part.parameter.grad
         for flat in flats
-        for part in flat.owned
+        for part in flat.master.owned
         if part.parameter.grad is not None and (named is None or id(flat.params[part.index]) in named)
     ]
 
@@ -148,7 +148,7 @@ def _power_sums(flats: list[FlatParams], engine: Engine, *, power: float) -> Ten
     places, grads = [], []
     first = 0
     for flat in flats:
-        for part in flat.owned:
+        for part in flat.master.owned:
             if part.parameter.grad is not None:
                 places.append(first + part.index)
                 grads.append(part.parameter.grad)

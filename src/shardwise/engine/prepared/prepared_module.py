@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine.core.flat_buffers import unguarded
+from shardwise.engine.core.parameters import unguarded
 from shardwise.engine.engine import engine_of, register, unregister
 from shardwise.engine.prepared.accumulate import accumulate
 from shardwise.engine.prepared.full_state import full_tensors, load_tensors
@@ -40,7 +40,7 @@ class PreparedModule(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, including those of the optimizer's slices."""
         engine = engine_of(self)
-        kept = [] if set_to_none else [part.parameter.grad for flat in engine.flats for part in flat.owned]
+        kept = [] if set_to_none else [part.parameter.grad for flat in engine.flats for part in flat.master.owned]
         engine.core.forget_grads({name for flat in engine.flats for name in flat.names}, drop=set_to_none)
         for grad in kept:
             if grad is not None:

@@ -7,7 +7,7 @@ from math import prod
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.engine.core.flat_buffers import unguarded
+from shardwise.engine.core.parameters import unguarded
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.engine.prepared.prepared_module import PreparedModule
 from shardwise.engine.protocol import OwnedModel, OwnedSlice
@@ -43,8 +43,8 @@ def _owned_slices(engine: Engine) -> list[OwnedSlice]:
     for flat in engine.flats:
         sharded = flat.placement.optim is SHARDED
         copies = flat.groups.replicate if sharded else flat.groups.reduce_world
-        first = flat.groups.gather.index * flat.layout.slice_elements if sharded else 0
-        for part in flat.owned:
+        first = flat.full.first if sharded else 0
+        for part in flat.master.owned:
             start = first + part.start - flat.layout.offsets[part.index]
             slices.append(
                 OwnedSlice(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from shardwise.engine.activations.recompute import recompute_graph
 from shardwise.engine.activations.selective import Products
 from shardwise.engine.core.core import Core
-from shardwise.engine.core.flat_buffers import unguarded
+from shardwise.engine.core.parameters import unguarded
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.unit_graphs.traced_graph import Outputs, TracedGraph, running
 from shardwise.engine.unit_graphs.tracer import Tracer
@@ -54,7 +54,7 @@ class TracedUnit:
     def renew(self) -> None:
         """Begin again: the model has changed."""
         self.why_not = self._why_never()
-        self._full = {flat.full.untyped_storage()._cdata for flat in self.unit.flats}
+        self._full = {flat.full.buffer.untyped_storage()._cdata for flat in self.unit.flats}
         self._graphs: list[TracedGraph] = []
         self._num_untraced = 0
         # Whether a call has had several graphs.

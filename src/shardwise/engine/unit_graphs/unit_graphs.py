@@ -104,7 +104,7 @@ class UnitGraphs:
                     undo.append(replace_forward(unit.module, partial(self.calls.call, traced)))
         if not self.units:
             return []
-        core.setting.gradient_memory.places = self._gradient
+        core.setting.gradient_memory.lie_in(self._gradient)
         hook = core.model.register_forward_pre_hook(self._note_inputs, with_kwargs=True, prepend=True)
         begins, evaluates = partial(self._begin, True), partial(self._begin, False, True)
         core.events.pass_begins.append(begins)
@@ -113,7 +113,7 @@ class UnitGraphs:
 
         def detach() -> None:
             hook.remove()
-            core.setting.gradient_memory.places = None
+            core.setting.gradient_memory.lie_in(None)
             core.events.pass_begins.remove(begins)
             core.events.evaluation_begins.remove(evaluates)
             core.events.last_backward_begins.remove(self._begin_backward)
@@ -258,7 +258,7 @@ class UnitGraphs:
         if self.arenas.hold_graphs or self.calls.mode is Mode.RECORDED:
             outlive = any(arena.holds_gradients for arena in self.arenas.all)
         else:
-            outlive = self._core.holds_grads or any(flat.has_grads() for flat in self._core.flats)
+            outlive = self._core.holds_grads or any(flat.master.has_grads for flat in self._core.flats)
         if outlive:
             self._places_gradients = False
             self.release()

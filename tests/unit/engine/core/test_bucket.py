@@ -18,6 +18,7 @@ from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import STRATEGIES
 from shardwise.program import Bucket
 from shardwise.program.buffers import flat_specs
+from shardwise.program.hooks import UnitGrads
 from shardwise.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
 
 SHAPES = ((5, 3), (40,))
@@ -57,14 +58,15 @@ class Rank:
             ]
             for flat in flats:
                 flat.lay_out()
-                flat.full.untyped_storage().resize_(flat.full_bytes)
+                flat.full.buffer.untyped_storage().resize_(flat.full.num_bytes)
                 for index, parameter in enumerate(flat.params):
                     flat.attach(index, parameter)
             unit = Unit(
                 name, module=nn.Identity(), placement=placement, flats=flats, tape=self.tape, events=setting.events
             )
-            expected = frozenset(id(parameter) for flat in flats for parameter in flat.params)
-            unit.grads = SimpleNamespace(closed=False, expected=expected)  # type: ignore[assignment]
+            unit.listen(UnitGrads(unit, hooks=SimpleNamespace(handles=[])))  # type: ignore[arg-type]
+            unit.grads.expect(parameter for flat in flats for parameter in flat.params)
+            unit.grads.closed = False
             unit.trained_flats = flats
             self.units.append(unit)
         self.bucket = ReduceBucket(
@@ -77,7 +79,7 @@ class Rank:
         """Gradients of these values, parameter by parameter and around again; None: it was not used."""
         for unit in self.units:
             for flat in unit.flats:
-                flat.hide_grads()
+                flat.grads.hide()
                 for index, parameter in enumerate(flat.params):
                     value = values[index % len(values)]
                     if value is not None:
@@ -90,7 +92,7 @@ class Rank:
             flat.names[part.index]: set(part.parameter.grad.flatten().tolist())
             for unit in self.units
             for flat in unit.flats
-            for part in flat.owned
+            for part in flat.master.owned
             if part.parameter.grad is not None
         }
 
@@ -391,12 +393,12 @@ def test_sparse_gradients_are_taken_dense() -> None:
     (rank,) = ranks_of("zero2", mesh=Mesh())
     (unit,) = rank.units
     matrix = next(unit.params())
-    unit.flats[0].hide_grads()
+    unit.flats[0].grads.hide()
     rows, values = torch.tensor([[1]]), torch.full((1, 3), 7.0)
     matrix.grad = torch.sparse_coo_tensor(rows, values, (5, 3), check_invariants=True)
     rank.bucket.take_grads(unit)
     reduce([rank])
-    gradient = unit.flats[0].owned[0].parameter.grad
+    gradient = unit.flats[0].master.owned[0].parameter.grad
     assert gradient is not None
     assert gradient.view(5, 3).sum(1).tolist() == [0.0, 21.0, 0.0, 0.0, 0.0]
 
@@ -420,5 +422,5 @@ def test_a_sharded_buffer_gives_its_memory_back_and_its_views_serve_the_next_ste
         for rank in ranks:
             for unit in rank.units:
                 for own in unit.flats:
-                    own.drop_grads(range(len(own.params)))
+                    own.grads.drop(range(len(own.params)))
     assert seen[0] is seen[1]
