@@ -135,7 +135,7 @@ def issued(rank: int, strategy: str, reduced: bool) -> None:
     cross_entropy(model, batch(0, rank)).backward()
     optimizer.step()
     optimizer.zero_grad()
-    spec = engine_of(model).core.spec
+    spec = engine_of(model).core.followed.spec
     with tape(model) as recorded:
         with shardwise.accumulate(model):
             cross_entropy(model, batch(1, rank)).backward()

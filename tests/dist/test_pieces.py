@@ -196,7 +196,7 @@ def held(rank: int, piece_bytes: int) -> dict[str, Tensor]:
         cross_entropy(model, batch(0, rank)).backward()
     core = engine_of(model).core
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {names[key]: value.clone() for key, value in core.take_held().items()}
+    return {names[key]: value.clone() for key, value in core.executor.take_held().items()}
 
 
 def test_sums_of_a_rank_are_whole_again_where_they_are_asked_for() -> None:

@@ -171,7 +171,7 @@ class CpuGraph:
             assert self.thread.is_alive(), self.error
 
     def _run(self) -> None:
-        events = self.recorder.engine.core.events
+        events = self.recorder.engine.core.setting.events
         try:
             with heard_by((events.gradients_asked, self.passes_are_over)), noting_reads("cpu") as noted:
                 self.noted = noted

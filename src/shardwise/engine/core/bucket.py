@@ -5,8 +5,6 @@ with a second axis is summed over that too, while backward continues. In an accu
 adds to what it holds.
 """
 
-from collections.abc import Set as AbstractSet
-
 import torch
 from torch import Tensor
 
@@ -34,17 +32,16 @@ class ReduceBucket:
         self.sharded = units[0].placement.grads is SHARDED
         # Whether slices are summed over a second axis of the mesh too.
         self.crosses = self.sharded and self._setting.groups.replicate.size > 1
-        self.scale = 1 / self._setting.groups.mesh.num_ranks
+        self._num_ranks = setting.groups.mesh.num_ranks
+        self.scale = 1 / self._num_ranks
         self.segments: list[Segment] = []
-        # Where the gradients of each unit go.
-        self._places: dict[str, list[tuple[FlatParams, Segment]]] = {
-            unit.name: [
-                (flat, segment)
-                for flat in unit.trained_flats
-                if (segment := self._segment_for(flat, dtype=torch_dtype(flat.spec.reduce_dtype))) is not None
-            ]
-            for unit in units
-        }
+        # Where the gradients of each unit go, and what the tape calls that.
+        self._places: dict[str, tuple[str, list[tuple[FlatParams, Segment]]]] = {}
+        for unit in units:
+            dtypes = ((flat, torch_dtype(flat.spec.reduce_dtype)) for flat in unit.trained_flats)
+            segments = ((flat, self._segment_for(flat, dtype=dtype)) for flat, dtype in dtypes)
+            places = [(flat, segment) for flat, segment in segments if segment is not None]
+            self._places[unit.name] = (bucket.taken_as(unit.name), places)
 
     def _segment_for(self, flat: FlatParams, *, dtype: torch.dtype) -> Segment | None:
         """Sharded gradients are cut into slices flat by flat; replicated ones of a dtype go together.
@@ -75,78 +72,32 @@ class ReduceBucket:
     def take_grads(self, unit: Unit) -> None:
         """Move a unit's gradients into the buffer; a parameter without one counts as zero."""
         unit.grads.close()
-        weight = self._setting.passes.weight(num_ranks=self._setting.groups.mesh.num_ranks)
+        weight = self._setting.passes.weight(num_ranks=self._num_ranks)
         used = unit.grads.expected
-        for flat, segment in self._places[unit.name]:
+        taken_as, places = self._places[unit.name]
+        for flat, segment in places:
             without = segment.take(flat, weight=weight)
             used = used.difference(without) if without else used
         if weight and self.bucket.is_last:
             # By what autograd left: it also comes to parameters for which an autograd.Function returned None.
             unit.note_used(used)
-        self._setting.tape.record(Kind.TAKE_GRADS, self.bucket.taken_as(unit.name))
+        self._setting.tape.record(Kind.TAKE_GRADS, taken_as)
 
-    def keep(self) -> None:
-        """Leave the gradients in the buffers for a later pass."""
-        for segment in self.segments:
-            segment.keep()
-
-    @property
-    def holds(self) -> bool:
-        return any(segment.holds for segment in self.segments)
-
-    def forget(self, names: AbstractSet[str]) -> None:
-        """Clear what is held for the parameters of these names; with all of them, the buffer goes."""
-        for segment in self.segments:
-            segment.forget(names)
-
-    def add_held(self, held: dict[int, Tensor]) -> None:
-        """Add what is held for each parameter, by id; of a piece, to a tensor that all pieces fill."""
-        for segment in self.segments:
-            for flat in segment.flats if segment.holds else ():
-                if segment.piece is not None and not segment.piece.start:
-                    sizes = zip(flat.params, flat.layout.shapes, strict=True)
-                    held |= {id(p): torch.empty(shape, dtype=segment.dtype, device=flat.device) for p, shape in sizes}
-                for index, part, view in segment.places(flat):
-                    key = id(flat.params[index])
-                    if part is None:
-                        held[key] = view
-                    else:
-                        held[key].view(-1)[part] = view
-
-    def discard(self) -> None:
-        """Give up the buffers: the bucket is not used any more."""
-        for segment in self.segments:
-            segment.discard()
-
-    def hold(self, held: dict[int, Tensor]) -> None:
-        """Take over what another bucket has held."""
-        for segment in self.segments:
-            for flat in segment.flats:
-                for index, part, view in segment.places(flat):
-                    key = id(flat.params[index])
-                    view.copy_(held.pop(key) if part is None else held[key].reshape(-1)[part])
-                if segment.piece is not None and segment.piece.is_last:
-                    for parameter in flat.params:
-                        del held[id(parameter)]
-        self.keep()
-
-    def start(self) -> None:
-        """Sum over the ranks."""
-        group = self._setting.groups.reduce if self.sharded else self._setting.groups.reduce_world
-        group.log.name = self._reduces
+    def start(self, *, is_local: bool = False) -> None:
+        """Sum over the ranks; `is_local`: over a group of one rank, where the sums are there."""
+        collectives, groups = self._setting.collectives, self._setting.groups
+        group = groups.reduce if self.sharded else groups.reduce_world
+        if not is_local:
+            group.log.name = self._reduces
         for segment in self.segments:
             buffer = segment.buffer
             assert buffer is not None
-            if self.sharded:
-                segment.begin(self._setting.collectives.reduce_scatter(buffer, group=group, own=segment.own))
+            if is_local:
+                segment.begin(DONE)
+            elif self.sharded:
+                segment.begin(collectives.reduce_scatter(buffer, group=group, own=segment.own))
             else:
-                segment.begin(self._setting.collectives.all_reduce(buffer, group=group))
-        self._setting.tape.record(Kind.REDUCE, self.name, self._num_bytes)
-
-    def start_locally(self) -> None:
-        """Sum over a group of one rank: the sums are there."""
-        for segment in self.segments:
-            segment.begin(DONE)
+                segment.begin(collectives.all_reduce(buffer, group=group))
         self._setting.tape.record(Kind.REDUCE, self.name, self._num_bytes)
 
     def finish(self) -> None:
@@ -188,16 +139,6 @@ class ReduceBucket:
 
     def _slice_bytes(self) -> int:
         return self._num_bytes() // self._setting.groups.reduce.size
-
-    def drop(self) -> None:
-        """Drop a reduction that a backward that raised has left, once it no longer writes."""
-        for segment in self.segments:
-            segment.drop()
-
-    def abandon(self) -> None:
-        """Drop everything; reductions that were captured never run."""
-        for segment in self.segments:
-            segment.abandon()
 
     def _deliver_slice(self, segment: Segment, sums: Tensor | None) -> None:
         """Give a flat the average of its slice: a copy, so that the buffer can be freed.

@@ -14,9 +14,8 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.collectives import Collectives
-from shardwise.comm.groups import MeshGroups
 from shardwise.comm.issued import CollectiveName
+from shardwise.engine.core.core_setting import CoreSetting
 from shardwise.engine.core.flat_gradients import Gradients
 from shardwise.engine.core.fp8_bytes import Fp8Bytes
 from shardwise.engine.core.full_buffer import FullBuffer
@@ -42,27 +41,22 @@ class FlatParams:
         *,
         spec: FlatSpec,
         placement: Placement,
-        device: torch.device,
-        groups: MeshGroups,
-        collectives: Collectives,
-        alignment: int = ALIGNMENT,
-        host: HostMemory | None = None,
+        setting: CoreSetting,
+        host: HostMemory | None,
     ) -> None:
         self.params = params
         self.describe(spec)
         self.placement = placement
-        self.device = device
-        self.groups, self.collectives = groups, collectives
+        self.device, self.groups, self.collectives = setting.device, setting.groups, setting.collectives
         self.compute_dtype, self.master_dtype = torch_dtype(spec.compute_dtype), torch_dtype(spec.master_dtype)
-        self.block = alignment if alignment > ALIGNMENT and placement.optim is SHARDED else 1
-        self.layout = spec.layout(num_slices=groups.gather.size, alignment=alignment)
+        self.block = setting.alignment if setting.alignment > ALIGNMENT and placement.optim is SHARDED else 1
+        self.layout = spec.layout(num_slices=self.groups.gather.size, alignment=setting.alignment)
         sharded = placement.params is SHARDED
-        fp8 = (
-            Fp8Bytes(self.layout, num_fp8=spec.num_fp8, dtype=self.compute_dtype) if spec.num_fp8 and sharded else None
-        )
-        self.full = FullBuffer(
-            self.layout, dtype=self.compute_dtype, sharded=sharded, device=device, group=groups.gather, fp8=fp8
-        )
+        fp8 = None
+        if spec.num_fp8 and sharded:
+            fp8 = Fp8Bytes(self.layout, num_fp8=spec.num_fp8, dtype=self.compute_dtype)
+        dtype, group = self.compute_dtype, self.groups.gather
+        self.full = FullBuffer(self.layout, dtype=dtype, sharded=sharded, device=self.device, group=group, fp8=fp8)
         if not sharded:
             self.full.lay_out()
         self.master = self._make_master(host)

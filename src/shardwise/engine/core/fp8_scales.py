@@ -58,23 +58,18 @@ class Fp8Scales:
             for index, part in flat.full.fp8.owned if flat.full.fp8 else ():
                 self._parts.append(part)
                 owners.append(numbers[id(flat), index])
-        for event in (setting.events.update_ended, setting.events.values_written):
-            event.append(self._spoil)
+        setting.events.values_written.append(self._spoil)
         self._owners = torch.tensor(owners, dtype=torch.int64, device=setting.device)
 
     def _spoil(self) -> None:
         self.stale = True
 
-    def refresh(self) -> None:
-        """Take the maxima of the masters on all ranks. Collective."""
+    def refresh(self, *, is_local: bool) -> None:
+        """Take the maxima of the masters on all ranks; `is_local`: there is only one. Collective."""
         self._take_maxima()
-        self._group.log.name = _NAME
-        self._collectives.all_gather(self._maxima, group=self._group).wait()
-        self._rescale()
-
-    def refresh_locally(self) -> None:
-        """Take the maxima in a group of one rank."""
-        self._take_maxima()
+        if not is_local:
+            self._group.log.name = _NAME
+            self._collectives.all_gather(self._maxima, group=self._group).wait()
         self._rescale()
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What the core asks of host memory in which units keep their states."""
+"""What runs while the device computes: copies from and to host memory in which units keep their states."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -38,4 +38,24 @@ class HostMemory(Protocol):
 
     def land(self) -> None:
         """Wait until everything that was fetched has arrived."""
+        ...
+
+
+class WorkBeside(Protocol):
+    """Copies and updates that run while the device computes. Those who record a step as graphs call this."""
+
+    def join(self) -> None:
+        """Let the computation wait for all of it: a captured step begins, or one of its graphs ends."""
+        ...
+
+    def begin_recording(self) -> None:
+        """Have what a recorded step uses ready, and nothing in flight."""
+        ...
+
+    def forget_recording(self) -> None:
+        """A recording ended or failed: events from its streams mean nothing now."""
+        ...
+
+    def follow_replay(self) -> None:
+        """A graph that contains the update was launched."""
         ...

@@ -106,28 +106,20 @@ class Master:
         """Whether it lives in host memory, and the device computes its update."""
         return self.host is not None and self.host.keeps_grads
 
-    def begin_update(self, update: Any, *, reads: Sequence[Tensor]) -> None:
-        """Note an update that is writing it. `reads` is held until the next gather has waited for it."""
+    def be_written_by(self, update: Any, *, reads: Sequence[Tensor] | None = None) -> None:
+        """Note the update that is writing it; None: none. `reads` is held until the next gather has waited for it."""
         self.update, self.in_use = update, reads
-
-    def follow(self, update: Any) -> None:
-        """Note an update that a graph runs, which holds what that reads."""
-        self.update = update
 
     def was_read(self) -> None:
         """The device has waited for the update: what that has read may be used again."""
         self.in_use = None
-
-    def forget_update(self) -> None:
-        """Forget an update that never runs."""
-        self.update = self.in_use = None
 
     def settle(self) -> None:
         """Wait until an update that passes through the device has written host memory."""
         if self.update is not None:
             assert self.host is not None
             self.host.settle(self.update)
-            self.forget_update()
+            self.be_written_by(None)
 
     def discard(self) -> None:
         """Give the memory back: the parameters lie in other buffers now."""

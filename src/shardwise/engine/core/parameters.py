@@ -7,10 +7,8 @@ from torch import Tensor, nn
 from shardwise.torch_internals import torch_private
 from shardwise.torch_internals.torch_private import DisableTorchFunctionSubclass
 
-
-def unguarded() -> Any:
-    """Return a context in which parameters that a guard watches (guards/guard.py) are handled without asking it."""
-    return DisableTorchFunctionSubclass()
+# A context in which parameters that a guard watches (guards/guard.py) are handled without asking it.
+unguarded: Any = DisableTorchFunctionSubclass
 
 
 def parameter_like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:

@@ -162,6 +162,30 @@ class Segment:
             self.holds = False
             self.release()
 
+    def add_held(self, held: dict[int, Tensor]) -> None:
+        """Add what is held for each parameter, by id; of a piece, to a tensor that all pieces fill."""
+        for flat in self.flats if self.holds else ():
+            if self.piece is not None and not self.piece.start:
+                sizes = zip(flat.params, flat.layout.shapes, strict=True)
+                held |= {id(p): torch.empty(shape, dtype=self.dtype, device=flat.device) for p, shape in sizes}
+            for index, part, view in self.places(flat):
+                key = id(flat.params[index])
+                if part is None:
+                    held[key] = view
+                else:
+                    held[key].view(-1)[part] = view
+
+    def hold(self, held: dict[int, Tensor]) -> None:
+        """Take over what another segment has held."""
+        for flat in self.flats:
+            for index, part, view in self.places(flat):
+                key = id(flat.params[index])
+                view.copy_(held.pop(key) if part is None else held[key].reshape(-1)[part])
+            if self.piece is not None and self.piece.is_last:
+                for parameter in flat.params:
+                    del held[id(parameter)]
+        self.keep()
+
     def begin(self, work: Work) -> None:
         """Wait for this reduction, which was issued, before the sums are read."""
         self.work = work

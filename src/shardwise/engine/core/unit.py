@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.issued import CollectiveName
+from shardwise.engine.core.core_setting import CoreSetting
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.parameters import unguarded
 from shardwise.engine.core.step_errors import (
@@ -17,8 +18,7 @@ from shardwise.engine.core.step_errors import (
     thawed_in_forward,
     thawed_without_master,
 )
-from shardwise.engine.core.step_events import StepEvents, announce
-from shardwise.engine.core.tape import Tape
+from shardwise.engine.core.step_events import announce
 from shardwise.plan.placement import SHARDED, Placement
 from shardwise.program import Kind
 from shardwise.program.hooks import UnitGrads
@@ -29,35 +29,24 @@ class Unit:
 
     whole      every rank's slice is here, or on its way; `arrived`: here
     at_rest    its parameters, or their gradients, are not to be read
-    from_root  it was taken out of the root, and is read where the root is (spec.UnitSpec)
-    calls      how often this forward has called it, and in backward, how often all forwards since the last one have;
-               `call`: the number of the last call in the program
+    calls      the numbers in the program of this forward's calls, and in backward, of those of all forwards since the
+               last one
     """
 
     def __init__(
-        self,
-        name: str,
-        *,
-        module: nn.Module,
-        placement: Placement,
-        flats: list[FlatParams],
-        tape: Tape,
-        events: StepEvents,
-        from_root: bool = False,
+        self, name: str, *, module: nn.Module, placement: Placement, flats: list[FlatParams], setting: CoreSetting
     ) -> None:
         self.name = name
         self.module = module
-        self.from_root = from_root
         self.placement = placement
-        self.tape = tape
-        self.events = events
+        self._setting = setting
         self._gathers = CollectiveName(f"{Kind.GATHER.value} {name}")
         self.hold(flats)
         self.whole = True
         self.arrived = True
         self.at_rest = False
-        self.calls = self._earlier_calls = 0
-        self.call = -1
+        self.calls: list[int] = []
+        self._earlier_calls: list[int] = []
         # This backward's gradients; and the parameters, by id, that any backward since the last reduction has used.
         self.grads: UnitGrads[Unit]
         self.used: set[int] = set()
@@ -65,7 +54,6 @@ class Unit:
         # The buffers that hold any of the parameters that are trained (see learn_trained).
         self.trained_flats: list[FlatParams] = []
         self._has_warned = False
-        # Makes its parameters readable where they are read outside of its forward; False: they must not be read there.
         self.lend: Callable[[], bool] = bool
         # The parameters, and those that rest between backwards, as they are once the buffers are filled.
         self.settled: list[nn.Parameter] = []
@@ -81,16 +69,17 @@ class Unit:
         return self.name
 
     @property
+    def from_root(self) -> bool:
+        """Whether it was taken out of the root, and is read where the root is (spec.UnitSpec)."""
+        return self._setting.spec.unit(self.name).from_root
+
+    @property
     def shows_grads(self) -> bool:
         return any(flat.grads.shows for flat in self.flats)
 
-    def listen(self, grads: UnitGrads["Unit"]) -> None:
-        """Expect gradients here."""
-        self.grads = grads
-
-    def lend_by(self, lend: Callable[[], bool]) -> None:
-        """Have this make its parameters readable where they are read outside of its forward."""
-        self.lend = lend
+    def listen(self, grads: UnitGrads["Unit"], *, lend: Callable[[], bool] = bool) -> None:
+        """Expect gradients here; `lend` makes its parameters readable outside of its forward, or returns False."""
+        self.grads, self.lend = grads, lend
 
     def params(self) -> Iterator[nn.Parameter]:
         return (parameter for flat in self.flats for parameter in flat.params)
@@ -105,20 +94,24 @@ class Unit:
 
     # The parameters
 
-    def gather(self) -> None:
-        """Take part in a gather. A rank that does not need it does so too: the others cannot do without it."""
+    def gather(self, *, is_local: bool = False) -> None:
+        """Take part in a gather. A rank that does not need it does so too: the others cannot do without it.
+
+        `is_local`: in a group of one rank, whose slice is everything.
+        """
         in_use = self.whole and self.arrived
-        self._gather(self.flats)
+        self._gather(self.flats, is_local=is_local)
         if in_use and self.sharded:
             # Whoever uses it does not ask again.
             self.wait_gather()
 
-    def gather_updated(self) -> None:
+    def gather_updated(self, *, is_local: bool = False) -> None:
         """Gather slices that each rank has updated; until all are here, the parameters are not to be read."""
-        self._gather(self.trained_flats)
-        self._rest(self.settled)
+        self._gather(self.trained_flats, is_local=is_local)
+        if not self.arrived:
+            self._rest(self.settled)
 
-    def _gather(self, flats: list[FlatParams]) -> None:
+    def _gather(self, flats: list[FlatParams], *, is_local: bool) -> None:
         # All of it or nothing: memory may run out, and then it is unknown what was issued.
         for flat in flats:
             flat.full.make_room()
@@ -126,35 +119,13 @@ class Unit:
             full, group = flat.full, flat.groups.gather
             with full.loading(flat.master):
                 full.load(flat.master)
-                group.log.name = self._gathers
-                full.begin(flat.collectives.all_gather(full.buffer, group=group, own=full.own))
-        self.whole = True
-        self.arrived = False
-        self.tape.record(Kind.GATHER, self.name, partial(_full_bytes, flats))
-
-    def gather_locally(self) -> None:
-        """Gather in a group of one rank, whose slice is everything."""
-        in_use = self.whole and self.arrived
-        self._fill(self.flats)
-        if in_use and self.sharded:
-            self.wait_gather()
-
-    def gather_updated_locally(self) -> None:
-        """Gather after an update in a group of one rank."""
-        self._fill(self.trained_flats)
-        if not self.arrived:
-            self._rest(self.settled)
-
-    def _fill(self, flats: list[FlatParams]) -> None:
-        for flat in flats:
-            flat.full.make_room()
-        for flat in flats:
-            with flat.full.loading(flat.master):
-                flat.full.load(flat.master)
+                if not is_local:
+                    group.log.name = self._gathers
+                    full.begin(flat.collectives.all_gather(full.buffer, group=group, own=full.own))
         self.whole = True
         # From host memory, even a rank alone waits for its slices.
-        self.arrived = all(flat.master.host is None for flat in self.flats)
-        self.tape.record(Kind.GATHER, self.name, partial(_full_bytes, flats))
+        self.arrived = is_local and all(flat.master.host is None for flat in self.flats)
+        self._setting.tape.record(Kind.GATHER, self.name, partial(_full_bytes, flats))
 
     def wait_gather(self) -> None:
         if self.arrived or not self.whole:
@@ -164,16 +135,16 @@ class Unit:
         self.arrived = True
         if self.flats and self.flats[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             _meet(self.flats[0].full.buffer)
-        self.tape.record(Kind.WAIT_GATHER, self.name)
+        self._setting.tape.record(Kind.WAIT_GATHER, self.name)
 
     def wake(self) -> None:
         """Allow reads of its parameters: it is gathered."""
         self.at_rest = False
-        announce(self.events.unit_wakes, self)
+        announce(self._setting.events.unit_wakes, self)
 
     def _rest(self, parameters: Sequence[nn.Parameter]) -> None:
         self.at_rest = True
-        announce(self.events.unit_rests, self, parameters)
+        announce(self._setting.events.unit_rests, self, parameters)
 
     def free(self) -> None:
         """Give the gathered parameters' memory back, where they are sharded."""
@@ -183,7 +154,7 @@ class Unit:
             flat.full.free()
         self.whole = self.arrived = False
         self._rest(self.settled)
-        self.tape.record(Kind.FREE, self.name, partial(_full_bytes, self.flats))
+        self._setting.tape.record(Kind.FREE, self.name, partial(_full_bytes, self.flats))
 
     def free_unused(self) -> None:
         """Free it if this step has not called it."""
@@ -193,7 +164,7 @@ class Unit:
     def begin_update(self) -> None:
         """Look for writes to frozen parameters whose gradients were not cleared: fused kernels count none."""
         for flat in self.flats:
-            if flat.spec.has_gradients and flat not in self.trained_flats and flat.master.has_grads:
+            if flat not in self.trained_flats and flat.spec.has_gradients and flat.master.has_grads:
                 flat.master.writes.lend()
 
     def updated(self) -> list[FlatParams]:
@@ -224,7 +195,7 @@ class Unit:
         for flat in self.flats:
             flat.master.stage()
         self.whole = self.arrived = not self.sharded
-        announce(self.events.unit_settled, self)
+        announce(self._setting.events.unit_settled, self)
         if self._rests:
             self._rest(self.settled)
 
@@ -250,10 +221,9 @@ class Unit:
 
     # The step
 
-    def note_call(self, call: int) -> None:
-        """Note a call of this forward by its number in the program."""
-        self.call = call
-        self.calls += 1
+    @property
+    def last_call(self) -> int:
+        return self.calls[-1] if self.calls else -1
 
     def note_used(self, parameters: AbstractSet[int]) -> None:
         """Note the parameters, by id, that this backward has used."""
@@ -264,9 +234,8 @@ class Unit:
 
         `continues`: a backward may go through an earlier forward as well.
         """
-        self._earlier_calls = self._earlier_calls + self.calls if continues else 0
-        self.calls = 0
-        self.call = -1
+        self._earlier_calls = [*self._earlier_calls, *self.calls] if continues else []
+        self.calls = []
         before = self.grads.expected
         with unguarded():
             self.grads.expect(self.settled)
@@ -320,8 +289,8 @@ class Unit:
         return id(flat.params[index]) in self.grads.expected
 
     def begin_backward(self) -> None:
-        self.calls += self._earlier_calls
-        self._earlier_calls = 0
+        self.calls = [*self._earlier_calls, *self.calls]
+        self._earlier_calls = []
         for flat in self.flats:
             flat.grads.hide()
 

@@ -69,17 +69,14 @@ class UsedFlags:
         """Forget a sum that is never computed."""
         self.work = None
 
-    def start(self) -> None:
-        """Sum the flags over the ranks."""
+    def start(self, *, is_local: bool) -> None:
+        """Sum the flags over the ranks; `is_local`: there is only one."""
         self._write()
-        self.groups.world.log.name = self._name
-        self.work = self.collectives.all_reduce(self.flags, group=self.groups.world)
-        self.tape.record(Kind.REDUCE_FLAGS, ROOT, lambda: self.flags.nbytes)
-
-    def start_locally(self) -> None:
-        """Sum them over one rank."""
-        self._write()
-        self.work = DONE
+        if is_local:
+            self.work = DONE
+        else:
+            self.groups.world.log.name = self._name
+            self.work = self.collectives.all_reduce(self.flags, group=self.groups.world)
         self.tape.record(Kind.REDUCE_FLAGS, ROOT, lambda: self.flags.nbytes)
 
     @torch.no_grad()

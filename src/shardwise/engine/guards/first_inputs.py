@@ -31,12 +31,12 @@ class FirstInputs:
     def __init__(self) -> None:
         self._digest: str | None = None
         # In a rehearsal (comm/absent.py) the other ranks are absent.
-        self._compares = dist.get_world_size() > 1 and dist.get_backend() != "fake"
+        self.compares = dist.get_world_size() > 1 and dist.get_backend() != "fake"
         self._handles: list[Any] = []
 
     def watch(self, model: nn.Module) -> list[Any]:
         """Digest the model's inputs until the ranks have compared them. Returns the handles of the hooks."""
-        if not self._compares:
+        if not self.compares:
             return []
         self._handles = [
             called.register_forward_pre_hook(self._look, with_kwargs=True, prepend=True)
@@ -46,9 +46,9 @@ class FirstInputs:
 
     def compare(self) -> None:
         """Warn, on rank 0, if ranks have equal inputs; then remove the hooks. Collective, the first time."""
-        if not self._compares:
+        if not self.compares:
             return
-        self._compares = False
+        self.compares = False
         digests: list[str | None] = exchange(self._digest)
         for handle in self._handles:
             handle.remove()

@@ -42,7 +42,7 @@ def _refuse(
     core: Core, sharded: AbstractSet[int], module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any
 ) -> None:
     """Refuse a load that begins here, or outside of the model; any other was refused where it began."""
-    if (prefix and module is not core.model) or core.passes.lent:
+    if (prefix and module is not core.model) or core.setting.passes.lent:
         return
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if prefix + name in state and id(parameter) in sharded:

@@ -15,11 +15,13 @@ from torch.nn.parameter import is_lazy
 
 from shardwise.comm.dtensor import dtensor_types
 from shardwise.engine.guards.description import check_precision
-from shardwise.engine.guards.loaded_sharded import refuse_loaded_sharded
 from shardwise.errors import InvalidModel
 from shardwise.plan import Plan
 from shardwise.torch_internals.torch_private import is_traceable_wrapper_subclass
 from shardwise.vocabulary.while_alive import WhileAlive, hooked
+
+# Of a DistributedConfig of transformers: those that distribute a model, where they are more than 1.
+_SIZES = ("fsdp_size", "tp_size", "pp_size", "ep_size")
 
 
 def check_model(model: nn.Module, *, plan: Plan) -> None:
@@ -52,6 +54,22 @@ def check_model(model: nn.Module, *, plan: Plan) -> None:
                 "nn.ModuleDict({'one': …, 'other': …}), and call each as before"
             )
     check_precision(model, plan=plan)
+
+
+def refuse_loaded_sharded(model: nn.Module) -> None:
+    """Refuse a model of `from_pretrained(…, distributed_config=…)`, or `tp_plan=…`, which becomes such a config.
+
+    As a DTensor it would be refused as well, by a name that the user has not written. Since e783b2e3.
+    """
+    for module in model.modules():
+        if getattr(module, "_is_distributed_loading_by_transformers", False):
+            config = getattr(getattr(module, "config", None), "distributed_config", None)
+            sizes = {name: getattr(config, name, None) or 1 for name in _SIZES}
+            said = ", ".join(f"{name} = {size}" for name, size in sizes.items() if size > 1)
+            raise InvalidModel(
+                f"transformers has distributed this model as it loaded it ({said}): call from_pretrained without "
+                "distributed_config and tp_plan; plan.strategy says how Shardwise shards it"
+            )
 
 
 def check_tensor(name: str, tensor: torch.Tensor, *, can_be_taken_apart: bool = False) -> None:

@@ -21,11 +21,8 @@ def guard_units(events: StepEvents) -> None:
     """Intercept reads of the parameters of resting units, and refuse writes to those of sharded units at work."""
     events.unit_settled.append(_guard)
     writes = _LostWrites()
-    # Before a parameter at rest is refused to whoever looks at it.
-    events.unit_rests.append(writes.check)
-    events.unit_rests.append(lambda unit, parameters: rest(parameters))
-    events.unit_wakes.append(lambda unit: wake(unit.settled))
-    events.unit_wakes.append(writes.note)
+    events.unit_rests.append(writes.rest)
+    events.unit_wakes.append(writes.wake)
     events.values_replaced.append(writes.forget)
 
 
@@ -36,7 +33,8 @@ class _LostWrites:
         # Unit → how often torch has counted a write to each of its parameters when they were gathered.
         self._counts: dict[Unit, list[int]] = {}
 
-    def note(self, unit: Unit) -> None:
+    def wake(self, unit: Unit) -> None:
+        wake(unit.settled)
         if unit.sharded:
             self._counts[unit] = [parameter._version for parameter in unit.settled]
 
@@ -44,7 +42,12 @@ class _LostWrites:
         """The engine itself replaces the values."""
         self._counts.clear()
 
-    def check(self, unit: Unit, parameters: Sequence[nn.Parameter]) -> None:
+    def rest(self, unit: Unit, parameters: Sequence[nn.Parameter]) -> None:
+        # Before a parameter at rest is refused to whoever looks at it.
+        self._check(unit)
+        rest(parameters)
+
+    def _check(self, unit: Unit) -> None:
         """Refuse what was written since."""
         before = self._counts.pop(unit, None)
         if before is None or before == [parameter._version for parameter in unit.settled]:

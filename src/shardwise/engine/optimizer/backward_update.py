@@ -25,11 +25,11 @@ class BackwardUpdate:
         # Whether a backward has begun since the last step: then units may be of two steps.
         self._has_begun = False
         self._allocated: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        core.events.pass_begins.append(lambda learned: self._allocate())
-        core.events.grads_averaged.append(self._update)
-        core.events.last_backward_begins.append(self._begin)
-        core.events.update_ended.append(self._end)
-        core.events.values_read.append(lambda announced: self._check_whole())
+        core.setting.events.pass_begins.append(lambda learned: self._allocate())
+        core.setting.events.grads_averaged.append(self._update)
+        core.setting.events.last_backward_begins.append(self._begin)
+        core.setting.events.values_written.append(self._end)
+        core.setting.events.values_read.append(lambda announced: self._check_whole())
 
     def _allocate(self) -> None:
         """Allocate the state on the device before the first forward: in backward it would lie among activations."""
@@ -40,7 +40,7 @@ class BackwardUpdate:
 
     def _begin(self) -> None:
         """Refuse what cannot be updated, on all ranks alike, before any unit is."""
-        if not any(is_in_backward(self._core.plan, flat.placement) for flat in self._core.flats):
+        if not any(is_in_backward(self._core.followed.plan, flat.placement) for flat in self._core.flats):
             return
         if not self._optimizers:
             raise InvalidModel("update = 'backward': give shardwise.prepare the optimizer, which updates in backward")
@@ -56,7 +56,7 @@ class BackwardUpdate:
 
     @torch.no_grad()
     def _update(self, flat: FlatParams) -> None:
-        if self._core.passes.accumulating or not self._is_used(flat):
+        if self._core.setting.passes.accumulating or not self._is_used(flat):
             # More passes follow, each of which is reduced under dynamic = true. Or another rank may have used the
             # rest, which is known at the end of backward: then optimizer.step() updates it.
             return

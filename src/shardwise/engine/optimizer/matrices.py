@@ -68,8 +68,8 @@ class OwnedMatrices:
     def __init__(self, core: Core) -> None:
         self._units = core.units
         self._tape = core.setting.tape
-        core.add_operation(Kind.TO_OWNERS, lambda operation: partial(self.to_owners, operation))
-        core.add_operation(Kind.FROM_OWNERS, lambda operation: partial(self.from_owners, operation))
+        core.executor.add(Kind.TO_OWNERS, lambda operation: partial(self.to_owners, operation))
+        core.executor.add(Kind.FROM_OWNERS, lambda operation: partial(self.from_owners, operation))
         self._of: weakref.WeakKeyDictionary[Optimizer, list[OwnedMatrix]] = weakref.WeakKeyDictionary()
         self._stepping: list[OwnedMatrix] = []
         self._to = {name: CollectiveName(f"{Kind.TO_OWNERS.value} {name}") for name in self._units}

@@ -81,16 +81,14 @@ class StreamedUpdate:
         # Flats whose gradients are read by updates inside backward.
         self._in_flight: deque[tuple[FlatParams, Any]] = deque()
         self._steps_since_made = 0
-        events = core.events
-        events.values_read.append(lambda announced: self.settle())
-        events.streams_meet.append(self._join)
-        events.recording_begins.append(self._begin_recording)
-        events.recording_ended.append(self._forget_recording)
-        events.update_replayed.append(self._follow_replay)
+        core.setting.events.values_read.append(lambda announced: self.settle())
+        core.setting.beside.append(self)
 
     @property
     def flats(self) -> list[FlatParams]:
         """The flats whose states pass through the device."""
+        if self._core.setting.host is None:
+            return []
         return [flat for flat in self._core.flats if flat.master.passes_through_device]
 
     def allocate_others(self, optimizer: Optimizer) -> None:
@@ -123,7 +121,7 @@ class StreamedUpdate:
                     part.parameter.grad = None
 
     def _in_order_of_use(self) -> list[FlatParams]:
-        calls = {unit: place for place, unit in enumerate(dict.fromkeys(self._core.spec.call_order))}
+        calls = {unit: place for place, unit in enumerate(dict.fromkeys(self._core.followed.spec.call_order))}
         of_unit = {id(flat): unit.name for unit in self._core.units.values() for flat in unit.flats}
         return sorted(self.flats, key=lambda flat: calls.get(of_unit.get(id(flat), ""), len(calls)))
 
@@ -188,7 +186,7 @@ class StreamedUpdate:
             self._slots = [*self._slots[1:], slot]
             sent = self._update(flat, chunk, slot=slot, after=before, optimizer=optimizer, options=options)
         rates = [value for group in options.param_groups for value in group.values() if isinstance(value, Tensor)]
-        flat.master.begin_update(sent, reads=[*(grad for _, grad in parts), *rates])
+        flat.master.be_written_by(sent, reads=[*(grad for _, grad in parts), *rates])
 
     def _update(
         self,
@@ -292,7 +290,7 @@ class StreamedUpdate:
 
     # Steps as graphs: the copies of an update are a part of them, and read and write the same addresses in each replay
 
-    def _join(self) -> None:
+    def join(self) -> None:
         """Let the computation wait for all updates. What they have read and used may be used again."""
         self.wait()
         for flat in self.flats:
@@ -300,7 +298,7 @@ class StreamedUpdate:
         for slot in self._slots:
             slot.forget()
 
-    def _begin_recording(self) -> None:
+    def begin_recording(self) -> None:
         """Allocate what chunks need in each slot: memory that came during a recording would be the graph's."""
         self.settle()
         with self._streams.on("bring"):
@@ -308,16 +306,16 @@ class StreamedUpdate:
                 for slot in self._slots:
                     self._room(slot, name, self._largest, dtype=dtype)
 
-    def _forget_recording(self) -> None:
+    def forget_recording(self) -> None:
         """Forget the recorded updates, which have not run."""
         self._taken = []
         for flat in self.flats:
-            flat.master.forget_update()
+            flat.master.be_written_by(None)
         for slot in self._slots:
             slot.forget()
 
-    def _follow_replay(self) -> None:
+    def follow_replay(self) -> None:
         """Let whatever reads host memory wait for a replayed update."""
         replayed = self._streams.record(None)
         for flat in self.flats:
-            flat.master.follow(replayed)
+            flat.master.be_written_by(replayed)

@@ -43,12 +43,12 @@ def extend(model: nn.Module) -> None:
     requires_grad_(True) it gets them here.
     """
     engine = engine_of(model)
-    engine.core.passes.check_values(_NAME)
+    engine.core.setting.passes.check_values(_NAME)
     engine.check_between_steps(what=_NAME)
     agree(lambda: _description(model, engine), what="models")
     model.zero_grad()
     engine.core.wait_gathers()
-    announce(engine.core.events.values_read, False)
+    announce(engine.core.setting.events.values_read, False)
     for unit in engine.core.units.values():
         # A forward without a backward has left units gathered.
         unit.free()
@@ -61,7 +61,7 @@ def extend(model: nn.Module) -> None:
 
 def _description(model: nn.Module, engine: Engine) -> str:
     """Return the description that ranks compare. Raises if the model cannot be extended, before it is changed."""
-    plan, known = engine.plan, _known(engine)
+    plan, known = engine.core.followed.plan, _known(engine)
     if engine.averages:
         raise InvalidModel(f"{_NAME} with a shardwise.EMA of the model, which is of the old parameters: make it after")
     if engine.captured:
@@ -91,7 +91,7 @@ def _known(engine: Engine) -> dict[int, tuple[FlatParams, int]]:
 
 def _spec_now(model: nn.Module, engine: Engine) -> ModelSpec:
     """Return the spec of the changed model; known parameters keep theirs, except for their names."""
-    before = engine.core.spec
+    before = engine.core.followed.spec
     known, by_name = _known(engine), {param.name: param for unit in before.units for param in unit.params}
     parameters = dict(model.named_parameters())
 
@@ -106,7 +106,7 @@ def _spec_now(model: nn.Module, engine: Engine) -> ModelSpec:
         kept = replace(by_name[flat.names[index]], name=found.name, aliases=found.aliases)
         return replace(kept, trainable=True, switched=False) if flat.spec.unstepped and found.trainable else kept
 
-    fresh = model_spec(model, policy=engine.plan.units)
+    fresh = model_spec(model, policy=engine.core.followed.plan.units)
     return replace(
         before,
         units=tuple(
@@ -175,7 +175,9 @@ class _Extension:
         return flats + [self._filled(spec, unit=unit) for spec in self._specs(new, unit=unit)]
 
     def _specs(self, params: list[TensorSpec], *, unit: Unit) -> tuple[FlatSpec, ...]:
-        return flat_specs(replace(self._spec.unit(unit.name), params=tuple(params)), plan=self._engine.plan)
+        return flat_specs(
+            replace(self._spec.unit(unit.name), params=tuple(params)), plan=self._engine.core.followed.plan
+        )
 
     def _place(self, param: TensorSpec) -> FlatParams | None:
         place = self._known.get(id(self._parameters[param.name]))
@@ -192,7 +194,7 @@ class _Extension:
         flat = self._make(spec, unit=unit)
         for index, parameter in enumerate(flat.params):
             value = parameter.detach().to(self._engine.device).contiguous()
-            dist.broadcast(value, src=0, group=self._engine.groups.world.handle)
+            dist.broadcast(value, src=0, group=self._engine.core.setting.groups.world.handle)
             flat.fill(index, value)
         self._take_in(flat)
         return flat

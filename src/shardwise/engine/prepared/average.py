@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.agreement import meet
+from shardwise.engine.core.edited_values import distribute
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.step_events import announce
 from shardwise.engine.engine import engine_of, is_prepared
@@ -39,7 +40,7 @@ class EMA:
         self._engine = engine_of(model)
         self.decay = decay
         self.num_updates = 0
-        announce(self._engine.core.events.values_read, False)
+        announce(self._engine.core.setting.events.values_read, False)
         self._averages = {
             flat: flat.master.values.detach().to(_dtype(flat), copy=True)
             for flat in self._engine.flats
@@ -63,8 +64,8 @@ class EMA:
     def update(self) -> None:
         """Average the parameters after an update. Local to this rank."""
         core = self._engine.core
-        core.passes.check_values("ema.update()")
-        announce(core.events.values_read, False)
+        core.setting.passes.check_values("ema.update()")
+        announce(core.setting.events.values_read, False)
         for flat in self._engine.flats:
             for name in sorted(_trained(flat) - self._averaged):
                 raise InvalidModel(
@@ -90,12 +91,12 @@ class EMA:
         This rank keeps a copy of its slices, and restores them after the block.
         """
         engine = self._engine
-        passes = engine.core.passes
+        passes = engine.core.setting.passes
         passes.check_values(_APPLIED)
         engine.check_between_steps(what=_APPLIED)
         meet(_APPLIED, limit_seconds=engine.limit_seconds)
         engine.core.wait_gathers()
-        announce(engine.core.events.values_read, False)
+        announce(engine.core.setting.events.values_read, False)
         self._follow_frozen()
         own = {flat: flat.master.values.clone() for flat in self._averages}
         self._set_values(self._averages)
@@ -113,7 +114,7 @@ class EMA:
     def _set_values(self, values: dict[FlatParams, Tensor]) -> None:
         for flat, value in values.items():
             flat.write_master(value)
-        self._engine.core.distribute()
+        distribute(self._engine.core)
 
     def of_flat(self, flat: FlatParams) -> Tensor | None:
         """Return the averages of a buffer's parameters, laid out like its master; None if it has none."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.comm.agreement import meet
+from shardwise.engine.core.edited_values import filled
 from shardwise.engine.core.step_events import announce
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.engine.optimizer.allocate import suit_devices
@@ -107,14 +108,14 @@ def full_tensors(engine: Engine, state: Any, *, keep_vars: bool) -> Any:
 def load_tensors(engine: Engine, own: Mapping[str, Any], state: Mapping[str, Any], *, strict: bool) -> IncompatibleKeys:
     """Fill the owned slices from full tensors by name."""
     engine.check_between_steps(what="load_state_dict")
-    engine.core.passes.check_values("load_state_dict")
+    engine.core.setting.passes.check_values("load_state_dict")
     missing = [name for name in own if name not in state]
     unexpected = [name for name in state if name not in own]
     if strict and (missing or unexpected):
         raise InvalidData(f"the state does not fit the model: missing {missing[:3]}, unexpected {unexpected[:3]}")
     # No gather may still write into the slices, and names that are not in the state keep their values.
     engine.core.wait_gathers()
-    announce(engine.core.events.values_read, False)
+    announce(engine.core.setting.events.values_read, False)
     places = {id(p): (flat, index) for flat in engine.flats for index, p in enumerate(flat.params)}
     for name in own:
         if name not in state:
@@ -131,7 +132,7 @@ def load_tensors(engine: Engine, own: Mapping[str, Any], state: Mapping[str, Any
                 place[0].fill(place[1], state[name])
             else:
                 own[name].copy_(state[name])
-    engine.core.filled()
+    filled(engine.core)
     return IncompatibleKeys(missing, unexpected)
 
 

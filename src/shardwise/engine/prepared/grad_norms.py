@@ -95,10 +95,10 @@ def chosen(model: nn.Module, parameters: Iterable[Tensor] | None) -> set[int] | 
 def _between_steps(model: nn.Module, *, what: str) -> Engine:
     """Return the engine, once values that were written into `p.grad` are in the slices."""
     engine = engine_of(model)
-    if engine.plan.updates_in_backward:
+    if engine.core.followed.plan.updates_in_backward:
         raise updated_in_backward(what)
     engine.check_between_steps(what=what)
-    announce(engine.core.events.gradients_asked)
+    announce(engine.core.setting.events.gradients_asked)
     return engine
 
 
@@ -131,7 +131,7 @@ def _reduce(sums: Tensor, *, engine: Engine, power: float, what: str) -> None:
     """Combine sums over slices (maxima for p = ∞) from all ranks that hold slices."""
     operation = dist.ReduceOp.MAX if math.isinf(power) else dist.ReduceOp.SUM
     with waiting_in(what):
-        dist.all_reduce(sums, op=operation, group=engine.groups.reduce.handle)
+        dist.all_reduce(sums, op=operation, group=engine.core.setting.groups.reduce.handle)
 
 
 def _power_sum(grads: list[Tensor], *, norm_type: float, device: torch.device) -> Tensor:

@@ -51,7 +51,7 @@ def held_tensors(model: nn.Module, optimizer: Optimizer | None = None) -> Iterat
     yield from _of_matrices(engine, optimizer)
     for buffer in model.buffers():
         yield OTHER, buffer
-    yield OTHER, engine.core.flags
+    yield OTHER, engine.core.executor.flags.flags
     yield from ((OTHER, buffer) for buffer in engine.owned.streamed.slot_tensors())
 
 
@@ -107,7 +107,7 @@ def _of_flat(flat: FlatParams, optimizer: Optimizer | None) -> Iterator[tuple[st
 
 
 def _of_buckets(engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    for bucket in engine.core.buckets.values():
+    for bucket in engine.core.executor.buckets.values():
         for segment in bucket.segments:
             if segment.kept is not None:
                 yield GRADS, segment.kept

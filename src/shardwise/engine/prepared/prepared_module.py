@@ -31,7 +31,7 @@ class PreparedModule(nn.Module):
 
         Inside shardwise.evaluating it need not, and another rank may not generate at all.
         """
-        return engine_of(self).core.generates_together
+        return engine_of(self).core.followed.generates_together
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Do not reduce gradients in this block, as under DistributedDataParallel (`shardwise.accumulate`)."""
@@ -51,7 +51,7 @@ class PreparedModule(nn.Module):
 
         Collective where this rank has only slices of them, except inside shardwise.whole.
         """
-        if engine_of(self).core.passes.lent:
+        if engine_of(self).core.setting.passes.lent:
             return super().state_dict(*arguments, **options)
         with unguarded():
             state = super().state_dict(*arguments, **{**options, "keep_vars": True})
@@ -72,7 +72,7 @@ class PreparedModule(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """Return an ordinary, unsharded model of the original class. Collective where `state_dict` is."""
         engine_of(self).check_reduced(what="deepcopy(model)")
-        with nullcontext() if engine_of(self).core.passes.lent else whole(self):
+        with nullcontext() if engine_of(self).core.setting.passes.lent else whole(self):
             return self._copied(memo)
 
     def _copied(self, memo: dict[int, Any]) -> nn.Module:

@@ -7,6 +7,7 @@ from math import prod
 from torch import nn
 from torch.optim import Optimizer
 
+from shardwise.engine.core.edited_values import distribute, editing
 from shardwise.engine.core.parameters import unguarded
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.engine.prepared.prepared_module import PreparedModule
@@ -82,7 +83,7 @@ def _stepped(engine: Engine, slices: list[OwnedSlice]) -> list[OwnedSlice]:
 
 def slices_filled(model: nn.Module) -> None:
     """Distribute new values of the owned slices to all other copies. Collective."""
-    engine_of(model).core.distribute()
+    distribute(engine_of(model).core)
 
 
 @contextmanager
@@ -90,8 +91,8 @@ def edit(model: nn.Module) -> Iterator[None]:
     """Distribute values that are written into `optimizer.param_groups` in this block to every rank. Collective."""
     engine = engine_of(model)
     engine.check_between_steps(what="shardwise.edit")
-    engine.core.passes.check_values("shardwise.edit")
-    with engine.core.editing():
+    engine.core.setting.passes.check_values("shardwise.edit")
+    with editing(engine.core):
         yield
 
 

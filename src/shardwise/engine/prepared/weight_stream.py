@@ -21,7 +21,7 @@ def weight_stream(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iter
     keep or drop it.
     """
     engine = engine_of(model)
-    passes = engine.core.passes
+    passes = engine.core.setting.passes
     engine.check_between_steps(what="shardwise.weight_stream")
     found = held(model)
     before, passes.values_by = passes.values_by, _NAME
@@ -51,7 +51,7 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _in_order(engine: Engine) -> list[str]:
     """Return the units in the order in which a step calls them, then those that it does not call."""
-    return list(dict.fromkeys((*engine.core.spec.call_order, *engine.core.units)))
+    return list(dict.fromkeys((*engine.core.followed.spec.call_order, *engine.core.units)))
 
 
 def _named(flat: FlatParams, gathered: Tensor, found: OwnedModel) -> Iterator[tuple[str, Tensor]]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.agreement import RanksDisagree, exchange, meet
+from shardwise.engine.core.edited_values import distribute
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.engine import engine_of
 from shardwise.engine.guards.guard import wake
@@ -29,7 +30,7 @@ def whole(model: nn.Module, *, write: bool = False) -> Iterator[None]:
     Collective at its start, except to read parameters that this rank has unsharded, and with `write` at its end.
     """
     engine = engine_of(model)
-    passes = engine.core.passes
+    passes = engine.core.setting.passes
     passes.check_values(_NAME)
     if write:
         engine.check_between_steps(what=_NAME)
@@ -55,7 +56,7 @@ def whole(model: nn.Module, *, write: bool = False) -> Iterator[None]:
             one.take_back()
         passes.values_by, passes.lent = "", False
     if write:
-        engine.core.distribute()
+        distribute(engine.core)
 
 
 class _Lent:

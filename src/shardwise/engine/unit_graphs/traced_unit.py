@@ -113,7 +113,7 @@ class TracedUnit:
 
 def traced_unit(unit: Unit, *, core: Core, tracers: dict[str, Tracer]) -> TracedUnit:
     """Return a unit of a core as one that may have graphs; `tracers`: those of the model, by their compilers."""
-    plan = core.plan
+    plan = core.followed.plan
     compiles, recompute = plan.compiles(unit.name), plan.recompute_of(unit.name)
     # Under selective recomputation ordinary calls are not compiled.
     compiler = plan.compiler if compiles and recompute != "selective" else "none"

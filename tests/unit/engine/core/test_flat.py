@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from engine.peers import Peers, groups_of
+from engine.peers import Peers, setting_of
 from torch import Tensor, nn
 
 from shardwise.engine.core.flat import FlatParams, refresh
@@ -40,9 +40,7 @@ def make(
             list(own),
             spec=spec,
             placement=STRATEGIES[strategy],
-            device=cpu,
-            groups=groups_of(Mesh(shard=num_ranks), rank=rank),
-            collectives=peers.rank(rank),
+            setting=setting_of(Mesh(shard=num_ranks), rank=rank, peers=peers, plan=Plan(precision=precision)),
             host=HostCopies(cpu, keeps_grads=False) if offloads else None,
         )
         # Masters of sharded parameters are there before any full buffer is.

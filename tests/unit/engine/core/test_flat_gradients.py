@@ -1,7 +1,7 @@
 """Autograd's gradients of a flat buffer, from which the pieces take their parts one after the other."""
 
 import torch
-from engine.peers import Peers, groups_of
+from engine.peers import Peers, setting_of
 from torch import nn
 
 from shardwise.engine.core.flat import FlatParams
@@ -21,9 +21,8 @@ def gradients() -> Gradients:
         params,
         spec=spec,
         placement=STRATEGIES["fsdp"],
-        device=torch.device("cpu"),
-        groups=groups_of(Mesh(), rank=0),
-        collectives=Peers(1).rank(0),
+        setting=setting_of(Mesh(), rank=0, peers=Peers(1), plan=Plan()),
+        host=None,
     )
     dense.grad = torch.arange(6.0).view(3, 2).t()
     rows, values = torch.tensor([[1]]), torch.full((1, 3), 7.0)

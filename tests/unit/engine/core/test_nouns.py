@@ -72,3 +72,13 @@ def test_a_write_is_found_however_it_is_written() -> None:
         "flat.a = flat.b, c.d = 1\nflat.e += 1\ndel flat.f\nfor flat.g in x: pass\nwith y as flat.h: pass\nself.i = 1"
     )
     assert {node.attr for node in written(ast.parse(text)) if not is_own(node)} == set("abdefgh")
+
+
+def test_the_largest_object_of_the_core_has_at_most_20_attributes() -> None:
+    found = {
+        f"{path.name} {node.name}": len(attributes(node))
+        for path in CORE.glob("*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    }
+    assert max(found.values()) <= 20, sorted(found.items(), key=lambda pair: -pair[1])[:5]
