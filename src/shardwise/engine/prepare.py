@@ -60,6 +60,7 @@ from shardwise.engine.our_engine import OurEngine
 from shardwise.engine.out_of_memory import explain_out_of_memory
 from shardwise.engine.prepared.prepared_module import become_prepared
 from shardwise.engine.protocol import carry_engine
+from shardwise.engine.workspaces import take_workspaces
 from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
@@ -111,6 +112,8 @@ def prepare_on_ours(
         ),
         what="plans, models or optimizers",
     )
+    if not plan.captures:
+        take_workspaces(chosen)
     together(partial(take_apart, model))
     allow_hooks(model)
     setting = CoreSetting(

@@ -32,6 +32,7 @@ class EngineModel:
                            not call, and, if parameters are sharded, a unit with early gradients waits for its turn
     grads_leave_at_once    each gradient is freed as soon as autograd has accumulated it
     autocasts              parameters stay in the optimizer's dtype, and autocast copies them
+    takes_workspaces_first those of matrix products are allocated before the first step
     has_own_groups         gathers have a communicator of their own, and other collectives one
     error_band             error band of memory predictions: the goal, until validation replaces it
     """
@@ -43,6 +44,7 @@ class EngineModel:
     keeps_program_order: bool = False
     grads_leave_at_once: bool = False
     autocasts: bool = False
+    takes_workspaces_first: bool = False
     has_own_groups: bool = False
     error_band: float
 
@@ -54,6 +56,7 @@ _MODELS = (
         memory=OurMemory,
         overhead=OVERHEADS["shardwise"],
         keeps_program_order=True,
+        takes_workspaces_first=True,
         has_own_groups=True,
         error_band=0.03,
     ),

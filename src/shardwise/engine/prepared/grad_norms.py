@@ -38,9 +38,9 @@ def clip_grad_norm_(
         raise InvalidData(f"the norm of the gradients is {total.item()}: they cannot be clipped")
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for grads in (replicated, slices):
-        if grads:
-            # Slices may be in host memory.
-            torch._foreach_mul_(grads, scale.to(grads[0].device, grads[0].dtype))
+        # Slices of some units may be in host memory.
+        for device in {grad.device for grad in grads}:
+            torch._foreach_mul_([grad for grad in grads if grad.device == device], scale.to(device, grads[0].dtype))
     return total.to(torch.float32)
 
 
@@ -134,11 +134,18 @@ def _reduce(sums: Tensor, *, engine: Engine, power: float, what: str) -> None:
         dist.all_reduce(sums, op=operation, group=engine.core.setting.groups.reduce.handle)
 
 
+def _norms(grads: list[Tensor], power: float, *, device: torch.device) -> Tensor:
+    norms = list(torch._foreach_norm(grads, power, dtype=torch.float64))
+    if len({grad.device for grad in grads}) > 1:
+        norms = [norm.to(device) for norm in norms]
+    return torch.stack(norms).to(device)
+
+
 def _power_sum(grads: list[Tensor], *, norm_type: float, device: torch.device) -> Tensor:
     """Return Σ |g|^p, or the maximum for p = ∞."""
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=device)
-    norms = torch.stack(torch._foreach_norm(grads, norm_type, dtype=torch.float64)).to(device)
+    norms = _norms(grads, norm_type, device=device)
     return norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()
 
 
@@ -154,7 +161,7 @@ def _power_sums(flats: list[FlatParams], engine: Engine, *, power: float) -> Ten
                 grads.append(part.parameter.grad)
         first += len(flat.names)
     if grads:
-        norms = torch.stack(torch._foreach_norm(grads, power, dtype=torch.float64)).to(engine.device)
+        norms = _norms(grads, power, device=engine.device)
         sums[places, 0] = norms if math.isinf(power) else norms**power
         sums[places, 1] = 1
     return sums

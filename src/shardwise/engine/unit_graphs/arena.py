@@ -66,7 +66,9 @@ class Arena:
         self.passes: dict[Any, RecordedPass] = {}
         self.current: RecordedPass | None = None
         self.key: Any = None
-        self.room = self._most_bytes = 0
+        self.room = 0
+        # Whether for passes that train, and for how many elements.
+        self._made_for = False, 0
 
     def is_free(self) -> bool:
         """Return whether a pass may begin here."""
@@ -77,14 +79,15 @@ class Arena:
         """Whether gradients lie where its graphs write."""
         return self.current is not None and self.current.holds_gradients
 
-    def begin_recording(self, observed: ObservedMemory, *, size: int, largest: int) -> RecordedPass:
+    def begin_recording(self, observed: ObservedMemory, *, trains: bool, size: int, largest: int) -> RecordedPass:
         """Return a pass to record, with inputs of this size; its memory is made for the largest one."""
         if len(self.passes) >= _MOST_FORMS:
             self.remove(min(self.passes, key=lambda key: self.passes[key].num_passes))
-        self.room = max(self.room, largest)
-        num_bytes = observed.scaled(largest / max(size, 1)).pass_bytes
-        self.device.begin_recordings(num_bytes=num_bytes if num_bytes > self._most_bytes else 0)
-        self._most_bytes = max(self._most_bytes, num_bytes)
+        made_for = trains, largest
+        grows = made_for > self._made_for
+        if grows:
+            self._made_for, self.room = made_for, max(self.room, largest)
+        self.device.begin_recordings(num_bytes=observed.scaled(largest / max(size, 1)).pass_bytes if grows else 0)
         return RecordedPass(self.device, places_gradients=observed.places_gradients)
 
     def remove(self, key: Any) -> None:
@@ -102,7 +105,8 @@ class Arena:
             self.device.renew()
         self.passes.clear()
         self.current = None
-        self.room = self._most_bytes = 0
+        self.room = 0
+        self._made_for = False, 0
 
 
 class Arenas:

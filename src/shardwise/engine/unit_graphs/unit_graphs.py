@@ -287,7 +287,7 @@ class UnitGraphs:
         if arena.device.lacks_memory():
             self._fail(key)
             return
-        size = num_elements(key[1])
+        trains, size = key[0], num_elements(key[1])
         if arena.passes and size > arena.room:
             arena = self.arenas.drop(arena)
         if self._leave_memory is not None:
@@ -296,8 +296,8 @@ class UnitGraphs:
                 beside.join()
             self._leave_memory()
             self._leave_memory = None
-        largest = max(size, self._balance.most_elements) if key[0] else size
-        recorded = arena.begin_recording(self._observed[key], size=size, largest=largest)
+        largest = max(size, self._balance.most_elements) if trains else size
+        recorded = arena.begin_recording(self._observed[key], trains=trains, size=size, largest=largest)
         recorded.is_warm = self._seen[key] > 1
         self._start(arena, recorded, Mode.RECORDED)
         self._balance.note_recording()

@@ -88,8 +88,10 @@ class Ledger:
                 self._change(change)
             if row.peak is not None:
                 is_graph = row.unit in self.graph_units and row.label.startswith(IN_UNIT)
-                self._stream = UNIT_GRAPHS if is_graph else ""
-                for event in row.peak.stream.events:
+                events = row.peak.stream.events
+                own = _num_own(events) if is_graph else 0
+                for number, event in enumerate(events):
+                    self._stream = UNIT_GRAPHS if number < own else ""
                     self._event(row.unit, event)
         self._zero_grad()
 
@@ -220,3 +222,19 @@ class Ledger:
         if key is not None and key in self._storages:
             alike.remove(key)
             self._release([self._storages.pop(key)])
+
+
+def _num_own(events: Sequence[StorageEvent]) -> int:
+    """Return how many events of a unit's row are its own: those of the root may follow, as of an embedding's gradient.
+
+    They begin when the last storage that the unit has kept from earlier rows is gone.
+    """
+    if all(event.owner in ("", None) for event in events if event.what is What.GRADIENT):
+        return len(events)
+    born = {event.ordinal for event in events if event.act is Act.BORN}
+    kept = [
+        number
+        for number, event in enumerate(events)
+        if event.act is Act.DIED and not event.owner and event.ordinal is not None and event.ordinal not in born
+    ]
+    return kept[-1] + 1 if kept else 0

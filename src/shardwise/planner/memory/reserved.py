@@ -79,6 +79,9 @@ def _run(
     """Run a job; `in_graphs`: averaged gradients lie in the memory of graphs."""
     allocator = CachingAllocator(limit_bytes=limit_bytes, expands=expands)
     run = _Run(batch, gradients_in=UNIT_GRAPHS if in_graphs else "", allocator=allocator)
+    takes_first = job.engine.takes_workspaces_first and not job.plan.captures
+    if takes_first:
+        run.allocate_workspaces(job)
     made = {}
     if made_on_device and not job.plan.captures:
         sizes = [param.num_bytes for unit in job.short.spec.units for param in unit.params]
@@ -89,22 +92,21 @@ def _run(
     if job.plan.captures_units:
         # Before graphs are recorded, the state is moved and unused memory given back.
         run.allocate_moments(job)
-        for _ in ("forward", "backward"):
-            run.allocate(job.rules.workspace_bytes // 2)
         num_bytes = job.ledger.pass_memory(batch).graph_bytes(with_gradients=in_graphs)
         run.free_all({0: (run.allocate(num_bytes, UNIT_GRAPHS), num_bytes)})
+        # Those of the stream on which graphs are recorded.
+        run.allocate_workspaces(job, UNIT_GRAPHS)
     else:
-        _first_step(run, job)
+        _first_step(run, job, workspace=0 if takes_first else job.rules.workspace_bytes // 2)
     _later_steps(run, job)
     small = -(-run.most_small // SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES
     return Reserved(reserved_bytes=run.allocator.most_reserved_bytes + small, slack_bytes=run.slack_at_peak)
 
 
-def _first_step(run: "_Run", job: Job) -> None:
-    """Run the first step, of which three things stay: the workspaces of forward's and backward's threads (the latter
-    from its first product on), and the moments.
+def _first_step(run: "_Run", job: Job, *, workspace: int) -> None:
+    """Run the first step, of which the moments stay, and the workspaces of forward's and backward's threads (the latter
+    from its first product on), where these were not taken before.
     """
-    workspace = job.rules.workspace_bytes // 2
     forward, backward, after = (run.sized(part) for part in job.first_ledger.parts())
     run.allocate(workspace)
     held = run.replay(forward, {})
@@ -163,6 +165,11 @@ class _Run:
             self.peak = self.allocator.allocated_bytes
             self.slack_at_peak = self.peak - self.requested
         return block
+
+    def allocate_workspaces(self, job: Job, stream: str = "") -> None:
+        """Allocate those of matrix products in forward and in backward."""
+        for _ in range(2):
+            self.allocate(job.rules.workspace_bytes // 2, stream)
 
     def allocate_moments(self, job: Job) -> None:
         """Make the optimizer's state."""

@@ -1,0 +1,14 @@
+"""The workspaces of matrix products: memory that a library takes at a thread's first product, and keeps."""
+
+import torch
+
+
+def take_workspaces(device: torch.device) -> None:
+    """Have cuBLAS take its workspaces, for this thread's stream and autograd's, before there are steps.
+
+    Taken inside of a step they would lie in memory that it frees, which could then not be reused as a whole.
+    """
+    if device.type == "cuda":
+        with torch.enable_grad():
+            factor = torch.ones((16, 16), device=device, requires_grad=True)
+            torch.mm(factor, factor).sum().backward()
