@@ -11,4 +11,4 @@ def take_workspaces(device: torch.device) -> None:
     if device.type == "cuda":
         with torch.enable_grad():
             factor = torch.ones((16, 16), device=device, requires_grad=True)
-            torch.mm(factor, factor).sum().backward()
+            torch.mm(factor, factor).sum().backward()  # type: ignore[no-untyped-call]
