@@ -107,7 +107,7 @@ class Core:
         first = self.executor.first
         call = first.note_call(unit) if first else self.cursor.call_of(unit.name, after=unit.last_call)
         self.cursor.before_forward(unit, call)
-        unit.calls.append(call)
+        unit.note_call(call)
         return call
 
     def _begin(self) -> None:

@@ -10,10 +10,10 @@ from shardwise.engine.core.bucket import ReduceBucket
 from shardwise.engine.core.core_setting import CoreSetting
 from shardwise.engine.core.first_forward import FirstForward
 from shardwise.engine.core.flat import refresh
-from shardwise.engine.core.fp8_scales import Fp8Scales
 from shardwise.engine.core.segment import Segment
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.core.used import UsedFlags
+from shardwise.engine.fp8.fp8_scales import Fp8Scales
 from shardwise.program import Kind, Operation, Row, Trigger
 from shardwise.program.compiled_program import Action
 from shardwise.spec import ROOT
@@ -44,6 +44,7 @@ class EngineExecutor:
         self._others: dict[Kind, MakeAction] = {}
         self.first: FirstForward | None = None
         self._cover_scales()
+        setting.events.values_written.append(lambda: self.scales.spoil())
         self.hold_buckets(())
 
     def add(self, kind: Kind, make_action: MakeAction) -> None:
@@ -61,7 +62,14 @@ class EngineExecutor:
 
     def _cover_scales(self) -> None:
         flats = [flat for unit in self.units.values() for flat in unit.flats]
-        self.scales = Fp8Scales(flats, setting=self._setting)
+        setting = self._setting
+        self.scales = Fp8Scales(
+            [(flat.names, flat.full.fp8) for flat in flats if flat.full.fp8 is not None],
+            group=setting.groups.gather,
+            collectives=setting.collectives,
+            device=setting.device,
+            record=setting.tape.record,
+        )
 
     def hold_buckets(self, buckets: Iterable[ReduceBucket]) -> None:
         """Reduce gradients in these buckets from here on."""

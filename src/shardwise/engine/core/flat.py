@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from shardwise.comm.issued import CollectiveName
 from shardwise.engine.core.core_setting import CoreSetting
 from shardwise.engine.core.flat_gradients import Gradients
-from shardwise.engine.core.fp8_bytes import Fp8Bytes
 from shardwise.engine.core.full_buffer import FullBuffer
 from shardwise.engine.core.host_states import HostMemory
 from shardwise.engine.core.master import Master
 from shardwise.engine.core.precision import torch_dtype
+from shardwise.engine.fp8.fp8_bytes import Fp8Bytes
 from shardwise.plan.placement import SHARDED, Placement
 from shardwise.program.buffers import FlatSpec
 from shardwise.vocabulary.layout import ALIGNMENT

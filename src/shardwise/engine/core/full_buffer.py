@@ -13,9 +13,9 @@ from torch import Tensor
 
 from shardwise.comm.collectives import Work, own_slice
 from shardwise.comm.groups import Group
-from shardwise.engine.core.fp8_bytes import Fp8Bytes
 from shardwise.engine.core.host_states import HostMemory
 from shardwise.engine.core.master import Master
+from shardwise.engine.fp8.fp8_bytes import Fp8Bytes
 from shardwise.vocabulary.layout import BufferCut, Layout
 
 _AT_ONCE: AbstractContextManager[None] = nullcontext()

@@ -225,6 +225,10 @@ class Unit:
     def last_call(self) -> int:
         return self.calls[-1] if self.calls else -1
 
+    def note_call(self, call: int) -> None:
+        """Note a call of this forward by its number in the program."""
+        self.calls.append(call)
+
     def note_used(self, parameters: AbstractSet[int]) -> None:
         """Note the parameters, by id, that this backward has used."""
         self.used |= parameters

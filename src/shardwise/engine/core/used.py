@@ -21,21 +21,20 @@ from shardwise.spec import ROOT
 
 
 class FlagRider(Protocol):
-    """Uses the upper bits of the first flag, `flag`, which is a view of one element."""
+    """Uses the upper bits of the first flag, `flag`, which is a view of one element.
+
+    send    writes it: whether its parameter was used (0 or 1), and what rides along
+    read    takes over the summed flags
+    users   returns how many ranks used the parameter of a summed flag
+    """
 
     flag: Tensor
 
-    def send(self, used: int) -> None:
-        """Write the first flag: whether its parameter was used (0 or 1), and what rides along."""
-        ...
+    def send(self, used: int) -> None: ...
 
-    def read(self) -> None:
-        """Take over the summed flags."""
-        ...
+    def read(self) -> None: ...
 
-    def users(self, summed: int) -> int:
-        """Return how many ranks used the parameter of a summed flag."""
-        ...
+    def users(self, summed: int) -> int: ...
 
 
 class UsedFlags:
