@@ -33,7 +33,8 @@ def _models_of(table: str) -> dict[str, Model]:
 
 MODELS = _models_of("hugging_face_models.toml")
 LARGE = _models_of("large_models.toml")
-_ALL = MODELS | LARGE
+VARIED = _models_of("trainer_models.toml")
+_ALL = MODELS | LARGE | VARIED
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
 TINY |= {"num_key_value_heads": 1, "head_dim": 16}
 

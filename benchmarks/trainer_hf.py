@@ -1,21 +1,26 @@
 """Trainers of transformers and TRL with our engine against their own, on one GPU: `python benchmarks/trainer_hf.py`.
 
-Qwen3-0.6B (random weights), bf16, fused AdamW, clipping, the trainers' defaults otherwise. One NCCL rank and one
-process for each, one after the other:
+Random weights, bf16, fused AdamW, clipping, the trainers' defaults otherwise. One NCCL rank and one process for each,
+one after the other:
 
     shardwise         Plan(strategy="fsdp", precision="bf16"), which captures by default
     shardwise-eager   the same with capture = "off"
     fsdp2             TrainingArguments(fsdp=True)
     ddp               DistributedDataParallel around the model: on one rank a trainer would leave it out
 
-    one pass       transformers' Trainer, 2 × 1024 tokens, one pass per step
+    one pass       transformers' Trainer and Qwen3-0.6B, 2 × 1024 tokens, one pass per step
     accumulation   the same with four passes per step
     sft            TRL's SFTTrainer, four passes of 2 samples per step. Lengths from 64 to 1024, most of them short,
                    padded to a multiple of 64
     dpo lora       TRL's DPOTrainer with LoRA of rank 16 on all linear layers, lengths and padding as in sft
 
-The same 32 samples come in every turn, in the same order. Samples per second are medians over turns, timed from one
-on_step_end to another, with the device waited for. Where `datasets` is not installed, lists stand in for it
+    lengths        transformers' Trainer and a model of SmolLM3's shape, four passes of 4 samples per step. Any lengths
+                   from 64 to 1024, padded to a multiple of 64
+    lengths, moe   the same with one of Qwen3-MoE's shape
+
+The same samples come in every turn, in the same order: 32, or 400 of any lengths. Samples per second are medians over
+turns, timed from one on_step_end to another, with the device waited for; first_seconds is the time of all turns before
+the measured ones, from the first step's beginning on. Where `datasets` is not installed, lists stand in for it
 (listed_datasets.py). Writes benchmarks/results/trainer_hf_h200.json; rows of others are kept. `--tiny` runs a small
 model on the CPU, to try this out.
 """
@@ -37,12 +42,11 @@ import listed_datasets
 import measuring
 import torch
 import workers
-from hugging_face_models import MODELS, TINY, make_model
+from hugging_face_models import MODELS, TINY, VARIED, make_model
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import SequentialSampler
 
 CONTESTANTS = ("shardwise", "fsdp2", "ddp", "shardwise-eager")
-MODEL = "qwen3-0.6b"
 SAMPLES, TURNS = 32, 4
 # Turns before the measured ones: every shape comes at least once per turn, and the ninth time it is replayed.
 WARM_UP = {"shardwise": 9}
@@ -51,11 +55,17 @@ _PADDED_TO = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A trainer and its settings; `rows(num_words, num_tokens)` makes its samples."""
+    """A trainer and its settings; `rows(num_words, num_tokens)` makes the samples of a turn.
+
+    warm_up, turns   turns before the measured ones, and these; without the former those of WARM_UP
+    """
 
     rows: Callable[[int, int], list[dict[str, Any]]]
+    model: str = "qwen3-0.6b"
     trainer: str = "Trainer"
     passes: int = 1
+    warm_up: int = 0
+    turns: int = TURNS
     adapters: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -82,6 +92,25 @@ def skewed_lengths(longest: int) -> list[int]:
     return [min(longest, int(least + draw.lognormvariate(0, 0.9) * longest / 6)) for _ in range(SAMPLES)]
 
 
+def any_rows(num_words: int, num_tokens: int) -> list[dict[str, Any]]:
+    """Return the samples of 25 steps, with lengths from 64 (or an eighth of a tiny longest) to the longest."""
+    draw = random.Random(2)
+    lengths = [draw.randint(min(_PADDED_TO, num_tokens // 8), num_tokens) for _ in range(400)]
+    rows = [[draw.randrange(5, num_words) for _ in range(length)] for length in lengths]
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def padded(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a batch of samples, padded to a multiple of _PADDED_TO."""
+    width = -(-max(len(row["input_ids"]) for row in rows) // _PADDED_TO) * _PADDED_TO
+
+    def column(name: str, filler: int) -> torch.Tensor:
+        return torch.tensor([list(row[name]) + [filler] * (width - len(row[name])) for row in rows])
+
+    labels = column("labels", -100)
+    return {"input_ids": column("input_ids", 0), "attention_mask": (labels != -100).long(), "labels": labels}
+
+
 def sft_rows(num_words: int, num_tokens: int) -> list[dict[str, Any]]:
     draw = random.Random(1)
     rows = [[draw.randrange(5, num_words) for _ in range(length)] for length in skewed_lengths(num_tokens)]
@@ -105,29 +134,35 @@ CASES = {
     "one pass": Case(rows=fixed_rows),
     "accumulation": Case(rows=fixed_rows, passes=4),
     "sft": Case(rows=sft_rows, trainer="SFTTrainer", passes=4, options=_PADDING),
+    "lengths": Case(rows=any_rows, model="smollm3-0.4b", passes=4, warm_up=2, turns=2),
+    "lengths, moe": Case(rows=any_rows, model="qwen3-moe-0.7b", passes=4, warm_up=2, turns=2),
     "dpo lora": Case(rows=dpo_rows, trainer="DPOTrainer", passes=4, adapters=True, options=_PADDING),
 }
 
 
 def measure(name: str, contestant: str, *, tiny: bool) -> dict[str, Any]:
     """Train once; return the seconds of a step, medians over turns, and the losses."""
-    case, size = CASES[name], MODELS[MODEL].samples
+    case = CASES[name]
+    known = (MODELS | VARIED)[case.model]
+    size = known.samples
     torch.manual_seed(0)
-    model = make_model(MODEL, device="cpu" if tiny else "cuda", **(TINY if tiny else {}))
+    model = make_model(case.model, device="cpu" if tiny else "cuda", **(TINY if tiny else {}))
     num_words = model.config.vocab_size
-    steps, warm_up = SAMPLES // (size * case.passes), WARM_UP.get(contestant, 1)
+    rows = case.rows(num_words, 16 if tiny else known.tokens)
+    steps, warm_up = len(rows) // (size * case.passes), case.warm_up or WARM_UP.get(contestant, 1)
     clock = make_clock(steps=steps, warm_up=warm_up * steps)
     quiet = {"save_strategy": "no", "report_to": [], "disable_tqdm": True, "logging_steps": steps}
     training = {"bf16": True, "per_device_train_batch_size": size, "gradient_accumulation_steps": case.passes}
     lasts = {
         "learning_rate": 1e-4,
         "lr_scheduler_type": "constant",
-        "max_steps": (warm_up + TURNS) * steps,
+        "max_steps": (warm_up + case.turns) * steps,
         "use_cpu": tiny,
     }
     args = {"output_dir": tempfile.mkdtemp(), **quiet, **training, **lasts, **case.options}
-    rows = case.rows(num_words, 16 if tiny else MODELS[MODEL].tokens)
     given: dict[str, Any] = {"model": model, "train_dataset": rows, "callbacks": [clock]}
+    if case.rows is any_rows:
+        given["data_collator"] = padded
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if case.trainer != "Trainer":
@@ -149,6 +184,7 @@ def measure(name: str, contestant: str, *, tiny: bool) -> dict[str, Any]:
         "step_seconds": statistics.median(per_step),
         "fastest_seconds": min(per_step),
         "slowest_seconds": max(per_step),
+        "first_seconds": clock.times[0] - clock.began,
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         **measuring.peaks(),
         "told": [str(one.message) for one in caught if str(one.message).startswith("capture: ")],
@@ -171,10 +207,14 @@ def make_clock(*, steps: int, warm_up: int) -> Any:
     from transformers import TrainerCallback
 
     class Clock(TrainerCallback):
-        """When each turn began and ended."""
+        """When the first step began, and when each turn began and ended."""
 
         def __init__(self) -> None:
             self.times: list[float] = []
+            self.began = 0.0
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:
+            self.began = self.began or time.perf_counter()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **options: Any) -> None:
             if state.global_step >= warm_up and (state.global_step - warm_up) % steps == 0:

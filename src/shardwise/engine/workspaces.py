@@ -4,11 +4,13 @@ import torch
 
 
 def take_workspaces(device: torch.device) -> None:
-    """Have cuBLAS take its workspaces, for this thread's stream and autograd's, before there are steps.
+    """Have cuBLAS take its workspaces, on the current stream for this thread and for autograd's, before there are steps.
 
-    Taken inside of a step they would lie in memory that it frees, which could then not be reused as a whole.
+    Taken inside of a step they would lie in memory that it frees, which could then not be reused as a whole. So would
+    they now, if there were unused memory.
     """
     if device.type == "cuda":
+        torch.cuda.empty_cache()
         with torch.enable_grad():
             factor = torch.ones((16, 16), device=device, requires_grad=True)
             torch.mm(factor, factor).sum().backward()  # type: ignore[no-untyped-call]

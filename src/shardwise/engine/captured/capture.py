@@ -28,6 +28,7 @@ from shardwise.engine.graphs.python_state import PythonState, foreign_hook
 from shardwise.engine.graphs.step_device import StepDevice
 from shardwise.engine.graphs.step_pool import StepPool, why_no_pool
 from shardwise.engine.protocol import Step, Tell
+from shardwise.engine.workspaces import take_workspaces
 from shardwise.errors import InvalidPlan
 
 
@@ -54,6 +55,8 @@ def capture(
             tell(f"capture: ordinary steps, not captured: {why}")
         return step
     device = StepDevice(engine.device)
+    with device.on_stream():
+        take_workspaces(engine.device)
     memory = StepMemory(StepPool(device.stream), device=device, optimizer=optimizer)
     captured = CapturedStep(
         step,

@@ -96,7 +96,8 @@ class StepDevice:
 
         Their tensors need no further memory: they use that of ordinary steps.
         """
-        self.release_memory()
+        if torch.cuda.mem_get_info(self.device)[0] < _GRAPH_BYTES:
+            self.release_memory()
         free_bytes, _ = torch.cuda.mem_get_info(self.device)
         if free_bytes >= _GRAPH_BYTES:
             return ""

@@ -67,7 +67,7 @@ class GraphDevice(Protocol):
         """Return unused memory of the allocator to the device."""
 
     def begin_recordings(self, *, num_bytes: int) -> None:
-        """Prepare for recordings: free unused memory, and reserve as much for them in one piece, if any."""
+        """Prepare for recordings; free unused memory and reserve as much for them in one piece, if any."""
 
     def renew(self) -> None:
         """Give the graphs' memory back: there are no graphs any more."""
@@ -105,13 +105,14 @@ class CudaGraphs:
         return torch.cuda.memory_reserved(self._device.device)
 
     def begin_recordings(self, *, num_bytes: int) -> None:
-        self._device.release_memory()
         if self._pool is None:
             self._pool = StepPool(self._device.stream)
+        if not num_bytes:
+            return
+        self._device.release_memory()
         try:
             # Freed at once. Tensors of graphs are cut from it; in memory of many pieces they would leave gaps.
-            if num_bytes:
-                self.allocate(num_bytes, dtype=torch.uint8)
+            self.allocate(num_bytes, dtype=torch.uint8)
         except torch.OutOfMemoryError:
             # Then in pieces.
             self._device.release_memory()

@@ -30,6 +30,8 @@ _SETTINGS = {
     "enable_dynamo_decompositions": False,
     # A counter on a module is an input of the graph rather than a trace of its own for each number.
     "allow_unspec_int_on_nn_module": True,
+    # torch 2.11 does not check a dict of a module again under Python 3.12; later versions leave this out themselves.
+    "use_recursive_dict_tags_for_guards": False,
 }
 # Seconds of tracing, and the share of all later time.
 _SECONDS = 10.0

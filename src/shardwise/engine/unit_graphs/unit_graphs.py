@@ -85,6 +85,8 @@ class UnitGraphs:
         self._inputs: tuple[Any, ...] = ()
         self._key: Any = None
         self._number = 0
+        # The most elements of a pass with these graphs.
+        self._widest = 0
         self._seen: Counter[Any] = Counter()
         self._failures: Counter[Any] = Counter()
         self._renewed: Counter[Any] = Counter()
@@ -132,6 +134,7 @@ class UnitGraphs:
     def release(self) -> None:
         """Destroy all graphs; later passes are recorded again."""
         self.calls.mode = Mode.ORDINARY
+        self._widest = 0
         self.arenas.release()
 
     def renew(self) -> None:
@@ -303,6 +306,12 @@ class UnitGraphs:
         self._balance.note_recording()
 
     def _start(self, arena: Arena, recorded: RecordedPass, mode: Mode) -> None:
+        size = num_elements(self._key[1])
+        if size > self._widest:
+            # What is computed between units, such as logits, would lie beside the unused memory of smaller ones.
+            if self._widest:
+                arena.device.release_memory()
+            self._widest = size
         self.calls.mode, self.calls.recorded = mode, recorded
         arena.current, arena.key = recorded, self._key
         recorded.begin(self._number)

@@ -79,9 +79,9 @@ def _run(
     """Run a job; `in_graphs`: averaged gradients lie in the memory of graphs."""
     allocator = CachingAllocator(limit_bytes=limit_bytes, expands=expands)
     run = _Run(batch, gradients_in=UNIT_GRAPHS if in_graphs else "", allocator=allocator)
-    takes_first = job.engine.takes_workspaces_first and not job.plan.captures
+    takes_first = job.engine.takes_workspaces_first
     if takes_first:
-        run.allocate_workspaces(job)
+        run.allocate_workspaces(job, "first" if job.plan.captures else "")
     made = {}
     if made_on_device and not job.plan.captures:
         sizes = [param.num_bytes for unit in job.short.spec.units for param in unit.params]
