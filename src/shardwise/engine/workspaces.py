@@ -4,7 +4,7 @@ import torch
 
 
 def take_workspaces(device: torch.device) -> None:
-    """Have cuBLAS take its workspaces, on the current stream for this thread and for autograd's, before there are steps.
+    """Have cuBLAS take its workspaces, on the current stream for this thread and autograd's, before there are steps.
 
     Taken inside of a step they would lie in memory that it frees, which could then not be reused as a whole. So would
     they now, if there were unused memory.
