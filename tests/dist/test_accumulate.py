@@ -297,7 +297,7 @@ def unused_in_one_pass(rank: int, strategy: str) -> None:
         model(x, ["a", "b"] if rank == 0 else ["a"]).sum().backward()
     model(x, ["a"]).sum().backward()
     names = {}
-    for flat in engine_of(model).flats:
+    for flat in engine_of(model).core.flats:
         for part in flat.master.owned:
             names[flat.names[part.index][0]] = part.parameter.grad is not None
     assert names == {"a": True, "b": True, "c": False}

@@ -296,7 +296,7 @@ def drop_model(rank: int, strategy: str) -> None:
     # What is being gathered belongs to the collective until it ends.
     with torch.no_grad():
         model(batch(0, rank)[0])
-    full = weakref.ref(engine_of(model).flats[0].full.buffer)
+    full = weakref.ref(engine_of(model).core.flats[0].full.buffer)
     del model, optimizer, batch
     gc.collect()
     assert full() is None

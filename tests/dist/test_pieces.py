@@ -176,7 +176,7 @@ def reduced_elements(rank: int, plan: Plan) -> tuple[list[int], list[int]]:
         optimizer.zero_grad()
     engine_of(model).core.wait_gathers()
     sizes = [size for name, size, _ in late.issued if name == "reduce_scatter"]
-    return sizes, [flat.layout.num_elements for flat in engine_of(model).flats]
+    return sizes, [flat.layout.num_elements for flat in engine_of(model).core.flats]
 
 
 @each_strategy

@@ -307,7 +307,7 @@ def peak(rank: int, first: Plan, then: Plan) -> tuple[int, int, int, int]:
             cross_entropy(model, (tokens, tokens)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        unit = max(flat.full.num_bytes for flat in engine_of(model).flats)
+        unit = max(flat.full.num_bytes for flat in engine_of(model).core.flats)
         with live.phase("before"):
             pass
         with live.phase("replan"):

@@ -128,7 +128,7 @@ class CpuRecorder:
         return CpuGraph(self, step, inputs, reads=reads, written=written, held=held)
 
     def owned_grads(self) -> list[Tensor | None]:
-        return [part.parameter.grad for flat in self.engine.flats for part in flat.master.owned]
+        return [part.parameter.grad for flat in self.engine.core.flats for part in flat.master.owned]
 
 
 class CpuGraph:

@@ -11,7 +11,6 @@ from torch import nn
 
 from shardwise.engine.activations.wrap import wrap_units
 from shardwise.engine.core.core import Core
-from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.step_events import announce
 from shardwise.engine.core.tape import Tape
 from shardwise.engine.guards.guards import Guards
@@ -46,17 +45,13 @@ class Engine:
     undo: list[Callable[[], None]] = field(default_factory=list)
 
     @property
-    def flats(self) -> list[FlatParams]:
-        return self.core.flats
-
-    @property
     def device(self) -> torch.device:
         return self.core.setting.device
 
     @property
     def holds_all(self) -> bool:
         """Return whether this rank has all values of the model, so that it needs no other rank to read them."""
-        return all(flat.holds_all for flat in self.flats)
+        return all(flat.holds_all for flat in self.core.flats)
 
     def attach(self) -> None:
         """Register the hooks on the model."""

@@ -90,7 +90,7 @@ class CapturedStep:
         self._must = must
         self._tell = tell
         self._store: GraphStore[RecordedStep] = GraphStore()
-        self._parameters = [parameter for flat in engine.flats for parameter in flat.params]
+        self._parameters = [parameter for flat in engine.core.flats for parameter in flat.params]
         self._optimizer_key: tuple[Any, ...] = ()
         self._num_steps = 0
         # Ordinary steps without, and with, a compilation.
@@ -182,7 +182,7 @@ class CapturedStep:
 
     def _holds_grads(self) -> bool:
         """Return whether there are gradients of an earlier backward, which would be part of the step."""
-        return self._engine.core.executor.holds_grads or any(flat.master.has_grads for flat in self._engine.flats)
+        return self._engine.core.executor.holds_grads or any(flat.master.has_grads for flat in self._engine.core.flats)
 
     # Ordinary steps
 
@@ -357,7 +357,7 @@ class CapturedStep:
         with heard_by((self._engine.core.setting.events.gradients_asked, comparison.passes_are_over)):
             result = self._ordinary(inputs)
         distance = max(self._group.gather(comparison.distance))
-        if distance > most_distance(flat.compute_dtype for flat in self._engine.flats):
+        if distance > most_distance(flat.compute_dtype for flat in self._engine.core.flats):
             self._stop(
                 f"replayed gradients differ from those of the same step run as an ordinary one by {distance:.1%}"
             )

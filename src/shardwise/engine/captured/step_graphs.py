@@ -130,7 +130,7 @@ class StepRecorder:
 
     def owned_grads(self) -> list[Tensor | None]:
         """Return the gradients that the update will use on this rank."""
-        return [part.parameter.grad for flat in self.engine.flats for part in flat.master.owned]
+        return [part.parameter.grad for flat in self.engine.core.flats for part in flat.master.owned]
 
     def forget_samples(self) -> None:
         """Drop the samples: gradients have other sizes from now on."""

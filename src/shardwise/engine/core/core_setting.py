@@ -18,9 +18,8 @@ from shardwise.vocabulary.layout import ALIGNMENT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreSetting:
-    """`alignment`: slices begin at multiples of it; `host`: where sharded states live, if not on the device.
-
-    beside   what runs while the device computes
+    """`alignment`: slices begin at multiples of it; `host`: where sharded states live, if not on the device; `beside`:
+    what runs while the device computes.
     """
 
     spec: ModelSpec

@@ -172,11 +172,7 @@ class FlatParams:
     @property
     def holds_all(self) -> bool:
         """Return whether this rank has all of the master, here or in the full buffer."""
-        return self.placement.optim is not SHARDED or self.master.aliased or self._is_one_slice
-
-    @property
-    def _is_one_slice(self) -> bool:
-        return self.layout.slice_elements == self.layout.num_elements
+        return self.placement.optim is not SHARDED or self.master.aliased or self.layout.num_slices == 1
 
     @torch.no_grad()
     def full_master(self, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -194,7 +190,7 @@ class FlatParams:
         """All of what `mine` is this rank's part of, as the master is; itself, where that is all. Else collective."""
         if self.placement.optim is not SHARDED:
             return mine
-        if self._is_one_slice:
+        if self.layout.num_slices == 1:
             return mine.to(self.device, dtype or mine.dtype, copy=True)
         whole = torch.zeros(self.layout.num_elements, dtype=dtype or mine.dtype, device=self.device)
         self.full.slice_of(whole).copy_(mine)

@@ -20,8 +20,7 @@ class StepEvents:
     unit_wakes(unit)                the unit is gathered, and its parameters may be read
     pass_begins(learned)            a training forward begins; `learned`: the order of the units is known
     evaluation_begins()             a forward without gradients begins
-    last_backward_begins()          the last backward of a step begins, and its forward is over on all ranks; called in
-                                    autograd's threads, too
+    last_backward_begins()          the last backward of a step begins; called in autograd's threads, too
     grads_averaged(flat)            a buffer's sharded gradients are there; called in autograd's threads, too
     gradients_asked()               all gradients are there, and are clipped, stepped or looked at next; may come twice
     update_begins()                 the optimizer's step is about to write; raise to refuse it

@@ -86,7 +86,7 @@ def _description(model: nn.Module, engine: Engine) -> str:
 
 
 def _known(engine: Engine) -> dict[int, tuple[FlatParams, int]]:
-    return {id(parameter): (flat, index) for flat in engine.flats for index, parameter in enumerate(flat.params)}
+    return {id(parameter): (flat, index) for flat in engine.core.flats for index, parameter in enumerate(flat.params)}
 
 
 def _spec_now(model: nn.Module, engine: Engine) -> ModelSpec:

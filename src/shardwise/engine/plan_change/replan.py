@@ -148,7 +148,7 @@ def fixed_by(engine: Engine, *, plan: Plan) -> str:
         ),
         "an optimizer of blocks of elements": engine.core.setting.alignment != ALIGNMENT,
         "weights of which a module keeps the memory (bitsandbytes int8)": any(
-            flat.full.followed for flat in engine.flats
+            flat.full.followed for flat in engine.core.flats
         ),
     }
     return next((trait for trait, found in traits.items() if found), "")
@@ -170,7 +170,7 @@ def _swap_buffers(engine: Engine, model: nn.Module, *, setting: CoreSetting, oth
     engine.guards.managed.writes.release()
     for unit in before.units.values():
         wake(unit.params())
-    numbers = {id(flat): number for number, flat in enumerate(engine.flats)}
+    numbers = {id(flat): number for number, flat in enumerate(engine.core.flats)}
     flats: dict[str, list[FlatParams]] = {}
     for unit_spec in _smaller_first(before, placements=placements, setting=setting):
         unit, flats[unit_spec.name] = before.units[unit_spec.name], []

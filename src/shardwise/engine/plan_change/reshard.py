@@ -40,7 +40,7 @@ class StatesAndGrads:
 
 def states_and_grads(engine: Engine) -> StatesAndGrads:
     """Exchange which states and gradients each rank holds. Collective."""
-    flats = engine.flats
+    flats = engine.core.flats
     mine = {
         (number, part.index)
         for number, flat in enumerate(flats)
@@ -71,7 +71,7 @@ def states_and_grads(engine: Engine) -> StatesAndGrads:
 @torch.no_grad()
 def move(engine: Engine, number: int, new: FlatParams, *, others: StatesAndGrads) -> None:
     """Move all values of a buffer of the engine into `new`, which has the same parameters. Collective."""
-    old = engine.flats[number]
+    old = engine.core.flats[number]
     new.write_master(_moved(old.master.values, old=old, new=new))
     for optimizer, kinds in others.kinds.items():
         of_flat = {(index, key): kind for (flat, index, key), kind in kinds.items() if flat == number}

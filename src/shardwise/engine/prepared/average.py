@@ -43,11 +43,11 @@ class EMA:
         announce(self._engine.core.setting.events.values_read, False)
         self._averages = {
             flat: flat.master.values.detach().to(_dtype(flat), copy=True)
-            for flat in self._engine.flats
+            for flat in self._engine.core.flats
             if _is_trained(flat)
         }
         # A parameter that was frozen after `prepare` is in one buffer with trained ones, and has no average.
-        self._averaged = {name for flat in self._engine.flats for name in _trained(flat)}
+        self._averaged = {name for flat in self._engine.core.flats for name in _trained(flat)}
         self._engine.averages.add(self)
 
     @property
@@ -66,7 +66,7 @@ class EMA:
         core = self._engine.core
         core.setting.passes.check_values("ema.update()")
         announce(core.setting.events.values_read, False)
-        for flat in self._engine.flats:
+        for flat in self._engine.core.flats:
             for name in sorted(_trained(flat) - self._averaged):
                 raise InvalidModel(
                     f"{name} was frozen when shardwise.EMA was made, and has no average: make a new one after "

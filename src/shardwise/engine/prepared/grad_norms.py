@@ -49,7 +49,7 @@ def clip_grad_value_(model: nn.Module, clip_value: float, *, parameters: Iterabl
     """Clamp every element of the gradients to ±clip_value. Each rank clamps its own slices."""
     if not clip_value >= 0:
         raise InvalidData(f"clip_value = {clip_value!r}: must be a number of at least 0")
-    grads = _grads(_between_steps(model, what="clip_grad_value_").flats, chosen(model, parameters))
+    grads = _grads(_between_steps(model, what="clip_grad_value_").core.flats, chosen(model, parameters))
     if grads:
         torch._foreach_clamp_min_(grads, -clip_value)
         torch._foreach_clamp_max_(grads, clip_value)
@@ -104,8 +104,8 @@ def _between_steps(model: nn.Module, *, what: str) -> Engine:
 
 def _replicated_and_sharded(engine: Engine) -> tuple[list[FlatParams], list[FlatParams]]:
     """Return the buffers that every rank steps in full, and those that are stepped in slices."""
-    sharded = [flat for flat in engine.flats if flat.placement.optim is SHARDED]
-    return [flat for flat in engine.flats if flat.placement.optim is not SHARDED], sharded
+    sharded = [flat for flat in engine.core.flats if flat.placement.optim is SHARDED]
+    return [flat for flat in engine.core.flats if flat.placement.optim is not SHARDED], sharded
 
 
 def _grads(flats: list[FlatParams], named: set[int] | None) -> list[Tensor]:
@@ -120,7 +120,7 @@ def _grads(flats: list[FlatParams], named: set[int] | None) -> list[Tensor]:
 
 def _norm(replicated: list[Tensor], slices: list[Tensor], *, engine: Engine, norm_type: float) -> Tensor:
     total = _power_sum(replicated, norm_type=norm_type, device=engine.device)
-    if any(flat.placement.optim is SHARDED for flat in engine.flats):
+    if any(flat.placement.optim is SHARDED for flat in engine.core.flats):
         others = _power_sum(slices, norm_type=norm_type, device=engine.device)
         _reduce(others, engine=engine, power=norm_type, what="clip_grad_norm_")
         total = torch.maximum(total, others) if math.isinf(norm_type) else total + others

@@ -23,7 +23,7 @@ def held_bytes(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str
     """
     held = dict.fromkeys((PARAMS, GATHERED, GRADS, OPTIM, HOST), 0)
     seen: set[int] = set()
-    for flat in engine_of(model).flats:
+    for flat in engine_of(model).core.flats:
         for category, tensor in _of_flat(flat, optimizer):
             storage = tensor.untyped_storage()
             # Views share a storage: a bucket's gradients, a master that is the full buffer.
@@ -45,7 +45,7 @@ def held_tensors(model: nn.Module, optimizer: Optimizer | None = None) -> Iterat
     """
     engine = engine_of(model)
     yield from _of_buckets(engine)
-    for flat in engine.flats:
+    for flat in engine.core.flats:
         yield from _of_flat(flat, optimizer)
     yield from _averages(engine)
     yield from _of_matrices(engine, optimizer)

@@ -40,8 +40,8 @@ class PreparedModule(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, including those of the optimizer's slices."""
         engine = engine_of(self)
-        kept = [] if set_to_none else [part.parameter.grad for flat in engine.flats for part in flat.master.owned]
-        engine.core.forget_grads({name for flat in engine.flats for name in flat.names}, drop=set_to_none)
+        kept = [] if set_to_none else [part.parameter.grad for flat in engine.core.flats for part in flat.master.owned]
+        engine.core.forget_grads({name for flat in engine.core.flats for name in flat.names}, drop=set_to_none)
         for grad in kept:
             if grad is not None:
                 grad.zero_()
@@ -98,9 +98,8 @@ class PreparedModule(nn.Module):
 
 def _changes_nothing(model: nn.Module, function: Callable[[Tensor], Tensor]) -> bool:
     """Return whether `function`, which a method like `to` applies to all tensors, returns each of them unchanged."""
-    kinds = {
-        (flat.compute_dtype, flat.device, len(shape)) for flat in engine_of(model).flats for shape in flat.layout.shapes
-    }
+    flats = engine_of(model).core.flats
+    kinds = {(flat.compute_dtype, flat.device, len(shape)) for flat in flats for shape in flat.layout.shapes}
     kinds |= {(buffer.dtype, buffer.device, buffer.dim()) for buffer in model.buffers()}
     for dtype, device, num_dims in kinds:
         # Large enough to show another memory format.

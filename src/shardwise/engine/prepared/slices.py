@@ -22,7 +22,7 @@ def held(model: nn.Module) -> OwnedModel:
     engine.check_between_steps(what="a checkpoint")
     engine.check_state(what="a checkpoint")
     engine.core.wait_gathers()
-    first = {id(p): name for flat in engine.flats for p, name in zip(flat.params, flat.names, strict=True)}
+    first = {id(p): name for flat in engine.core.flats for p, name in zip(flat.params, flat.names, strict=True)}
     with unguarded():
         state = super(PreparedModule, model).state_dict(keep_vars=True)
     slices = _owned_slices(engine)
@@ -31,7 +31,7 @@ def held(model: nn.Module) -> OwnedModel:
         stepped=_stepped(engine, slices),
         parameters={
             name: (shape, flat.master_dtype)
-            for flat in engine.flats
+            for flat in engine.core.flats
             for name, shape in zip(flat.names, flat.layout.shapes, strict=True)
         },
         buffers={name: value for name, value in state.items() if id(value) not in first},
@@ -41,7 +41,7 @@ def held(model: nn.Module) -> OwnedModel:
 
 def _owned_slices(engine: Engine) -> list[OwnedSlice]:
     slices = []
-    for flat in engine.flats:
+    for flat in engine.core.flats:
         sharded = flat.placement.optim is SHARDED
         copies = flat.groups.replicate if sharded else flat.groups.reduce_world
         first = flat.full.first if sharded else 0

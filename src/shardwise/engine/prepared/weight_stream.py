@@ -44,7 +44,7 @@ def weight_stream(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iter
 
 def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, full parameter) in the order of `held(model).parameters`, at the caller's pace. Collective."""
-    for flat in engine_of(model).flats:
+    for flat in engine_of(model).core.flats:
         # The buffer is freed before the next one is gathered, if the caller holds no view of it.
         yield from zip(flat.names, flat.full.views_of(flat.full_master()), strict=True)
 

@@ -38,7 +38,7 @@ def whole(model: nn.Module, *, write: bool = False) -> Iterator[None]:
     if write or not engine.holds_all:
         meet(_NAME, limit_seconds=engine.limit_seconds)
     engine.core.wait_gathers()
-    lent = [_Lent(flat) for flat in engine.flats]
+    lent = [_Lent(flat) for flat in engine.core.flats]
     passes.values_by, passes.lent = f"`with {_NAME}:`", True
     try:
         for one in lent:

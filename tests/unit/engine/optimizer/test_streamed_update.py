@@ -34,7 +34,7 @@ def stepped(**options: Any) -> tuple[Any, Any]:
 
 def test_where_streams_meet_updates_keep_nothing() -> None:
     engine, _ = stepped()
-    (flat,) = engine.flats
+    (flat,) = engine.core.flats
     assert flat.master.in_use is not None
     engine.owned.streamed.join()
     assert flat.master.in_use is None
@@ -49,15 +49,15 @@ def test_each_slot_has_its_memory_before_a_recording_and_no_update_is_in_flight(
     assert [bool(slot.buffers) for slot in slots] == [False, False, True]
     engine.owned.streamed.begin_recording()
     assert [set(slot.buffers) for slot in slots] == [{("master", torch.float32)}] * 3
-    assert all(flat.master.update is None for flat in engine.flats)
+    assert all(flat.master.update is None for flat in engine.core.flats)
 
 
 def test_a_recorded_update_is_forgotten_and_a_replayed_one_is_waited_for() -> None:
     engine, _ = stepped()
     engine.owned.streamed.forget_recording()
-    assert all(flat.master.update is None and flat.master.in_use is None for flat in engine.flats)
+    assert all(flat.master.update is None and flat.master.in_use is None for flat in engine.core.flats)
     engine.owned.streamed.follow_replay()
-    assert all(flat.master.update is not None for flat in engine.flats)
+    assert all(flat.master.update is not None for flat in engine.core.flats)
 
 
 def test_an_update_in_flight_reads_a_copy_of_a_rate_that_a_schedule_may_write() -> None:
