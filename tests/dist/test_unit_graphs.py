@@ -410,7 +410,7 @@ def skipping(rank: int) -> tuple[int, int]:
         return found
 
     expected = losses(Skipping())
-    with simulated(moved=0.1):
+    with simulated(moved=0.2):
         model = Skipping()
         assert all(map(torch.equal, losses(model), expected))
     graphs = engine_of(model).graphs

@@ -180,7 +180,7 @@ def test_where_capturing_ends_a_training_reserves_what_an_eager_one_does() -> No
     assert found["auto"][0] <= 1.05 * found["off"][0], found
     assert found["auto"][1] <= 1.05 * found["off"][1], found
     assert later["auto"][1].num_replayed > 0
-    assert later["auto"][0] <= 1.25 * later["off"][0], later
+    assert later["auto"][0] <= 1.3 * later["off"][0], later
 
 
 def test_after_an_evaluation_that_raised_steps_are_captured_again() -> None:

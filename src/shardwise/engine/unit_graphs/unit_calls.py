@@ -50,6 +50,8 @@ class UnitCalls:
         self._checkpointed = CheckpointedCalls()
         # Graphs that the current call of a unit has run, and those of them that were no replays.
         self._num_run = self._num_ordinary = 0
+        # Graphs that have run for the first time in the current pass.
+        self.num_new = 0
 
     # torch.compile around the model would trace it.
     @disable_dynamo
@@ -107,6 +109,7 @@ class UnitCalls:
         if graph.has_run:
             outputs = self._ordinary(run, *inputs)
             return outputs  # type: ignore[no-any-return]
+        self.num_new += 1
         random_state = self._arenas.all[0].device.random_state
         observed: Outputs = self._ordinary(partial(graph.observe, run, random_state=random_state), inputs)
         return observed

@@ -1,7 +1,9 @@
 """Units as graphs: decides for each pass of a model whether its units run as ordinary, observed, recorded or replayed.
 
 ordinary   a pass whose inputs have a form that was not seen often enough, or that nothing can be gained for
-traced     each unit is traced (tracer.py), and what was traced runs in the ordinary way; its memory is observed
+traced     each unit is traced (tracer.py), and what was traced runs in the ordinary way; its memory is observed. So
+           are passes of all forms, until one traces nothing: the trace of a second form often is one of any form, and
+           to run it for the first time next to graphs would need memory for both
 recorded   each traced graph's forward is recorded as it is called, and its backward as autograd comes to it
 replayed   later passes of the same form; a graph that differs from its recording runs in the ordinary way
 
@@ -45,12 +47,14 @@ from shardwise.spec import ROOT, ModelSpec
 from shardwise.vocabulary.tested_versions import installed_torch, untested_torch
 
 # Ordinary passes of a form before it is recorded, while it is the only one and otherwise.
-ENOUGH = (3, 6)
+ENOUGH = (2, 6)
 # Forms that are counted before counting begins again.
 _MOST_COUNTED = 10_000
 # Recordings of one form that may fail, and backwards of one that may be computed again, before it stays ordinary.
 _MOST_FAILURES = 3
 _MOST_COMPUTED = 8
+# Traced passes before recordings begin, even if each has traced something.
+_MOST_TRACED = 8
 # Passes in a row with a graph that differs from its recording, after which a form is recorded again, and how often.
 _MOST_MISSED = 4
 _MOST_RENEWED = 3
@@ -91,6 +95,9 @@ class UnitGraphs:
         self._failures: Counter[Any] = Counter()
         self._renewed: Counter[Any] = Counter()
         self._observed: dict[Any, ObservedMemory] = {}
+        # Whether the last traced pass had only graphs that had run before; traced passes.
+        self._traced_all = False
+        self._num_traced = 0
         self._balance = Balance()
         release_before_leaving(self)
 
@@ -142,6 +149,7 @@ class UnitGraphs:
         self.release()
         self._failures.clear()
         self._observed.clear()
+        self._traced_all, self._num_traced = False, 0
         self._balance = Balance()
         self._leave_memory = self._move_states
         self._renewed.clear()
@@ -185,7 +193,7 @@ class UnitGraphs:
         """Begin a pass, and decide how its units run."""
         self._keep_gradients()
         self._end_recordings()
-        self._note_memory()
+        self._note_pass()
         inputs, self._inputs = self._inputs, ()
         self._number += 1
         self.calls.mode, self.calls.recorded = Mode.ORDINARY, None
@@ -214,12 +222,13 @@ class UnitGraphs:
             # An ordinary pass needs memory of its own.
             self.release()
         enough = self._balance.patience * ENOUGH[0 if len(self._seen) == 1 else 1]
-        if self._seen[key] <= enough and not at_once:
+        is_tracing = trains and bool(self._observed) and not self._traced_all
+        if self._seen[key] <= enough and not (at_once or is_tracing):
             return
         self._take_slots()
         if key not in self._observed and at_once:
             self._observed[key] = self._scaled(num_elements(inputs))
-        if key not in self._observed:
+        if key not in self._observed or is_tracing:
             self._observed[key] = ObservedMemory(begin_bytes=self.arenas.all[0].device.allocated_bytes())
             self.calls.mode, self.calls.observed = Mode.TRACED, self._observed[key]
         else:
@@ -247,8 +256,13 @@ class UnitGraphs:
             self._balance.note_drop()
             self.release()
 
-    def _note_memory(self) -> None:
-        """Note what the pass before this one has reserved."""
+    def _note_pass(self) -> None:
+        """Note what the pass before this one has reserved, and whether it has traced anything."""
+        if self.calls.mode is Mode.TRACED and self._key[0]:
+            self._num_traced += 1
+            is_new = self.calls.num_new or len(self._seen) > 1 and len(self._observed) == 1
+            self._traced_all = not is_new or self._num_traced >= _MOST_TRACED
+        self.calls.num_new = 0
         if self.calls.mode in (Mode.ORDINARY, Mode.TRACED) and not self._paused:
             reserved_bytes = self.arenas.all[0].device.reserved_bytes()
             self._balance.note_ordinary(self._key, reserved_bytes, holds_graphs=self.arenas.hold_graphs)
