@@ -260,7 +260,7 @@ class UnitGraphs:
         """Note what the pass before this one has reserved, and whether it has traced anything."""
         if self.calls.mode is Mode.TRACED and self._key[0]:
             self._num_traced += 1
-            is_new = self.calls.num_new or len(self._seen) > 1 and len(self._observed) == 1
+            is_new = self.calls.num_new or (len(self._seen) > 1 and len(self._observed) == 1)
             self._traced_all = not is_new or self._num_traced >= _MOST_TRACED
         self.calls.num_new = 0
         if self.calls.mode in (Mode.ORDINARY, Mode.TRACED) and not self._paused:
