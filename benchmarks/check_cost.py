@@ -88,7 +88,7 @@ def without_checks(model: torch.nn.Module) -> Iterator[None]:
             stack.enter_context(patch.object(check.owner, check.attribute, check.off))
         # Those at rest would refuse the next forward, which no longer wakes them; nor does an update wake slices.
         wake(model.parameters())
-        wake(part.parameter for flat in engine_of(model).flats for part in flat.owned)
+        wake(part.parameter for flat in engine_of(model).core.flats for part in flat.master.owned)
         yield
     # What was updated meanwhile was not written by anybody else.
     _SETTLED(engine_of(model).guards.managed.writes)

@@ -189,7 +189,7 @@ def prepared(name: str, *, num_ranks: int) -> tuple[list[Flat], float]:
             model, optimizer, shardwise.Plan(strategy="fsdp"), device="meta", collectives=AbsentCollectives()
         )
         seconds = time.process_time() - begun
-        return [Flat(names=tuple(flat.names), layout=flat.layout) for flat in engine_of(model).flats], seconds
+        return [Flat(names=tuple(flat.names), layout=flat.layout) for flat in engine_of(model).core.flats], seconds
 
 
 # Saving

@@ -188,7 +188,7 @@ class Ours(OnRanks):
 
     @property
     def owned(self) -> bool:
-        return bool(engine_of(self._last).plan.owned)
+        return bool(engine_of(self._last).core.followed.plan.owned)
 
     @property
     def num_replayed(self) -> int:

@@ -77,14 +77,14 @@ def on_core(plan: Plan, *, rank: int, num_passes: int) -> dict[str, Tensor]:
     core = assemble(model, [optimizer], plan, collectives=late, device=torch.device("cpu"))
     for step in range(NUM_STEPS):
         for number in range(num_passes):
-            core.passes.accumulating = number + 1 < num_passes
+            core.setting.passes.accumulating = number + 1 < num_passes
             loss_of(model, batch(step + 10 * number, rank)).backward()
         optimizer.step()
         optimizer.zero_grad()
     core.wait_gathers()
     masters = {}
     for flat in core.flats:
-        for name, view in zip(flat.names, flat.views(flat.full_master()), strict=True):
+        for name, view in zip(flat.names, flat.full.views_of(flat.full_master()), strict=True):
             masters[name] = view.clone()
     late.assert_all_waited()
     core.detach()

@@ -217,7 +217,7 @@ def simulated(*, at_once: bool = False, moved: float = _MOVED) -> Iterator[list[
     addresses, make = TracedUnit.addresses, engine_module.unit_graphs_of
 
     def unit_graphs_of(core: Core, *, optimizers: Any) -> UnitGraphs | None:
-        if core.plan.offload_activations:
+        if core.followed.plan.offload_activations:
             return None
         return UnitGraphs(core, make_device=SimulatedGraphs, tell=lines.append, optimizers=optimizers)
 

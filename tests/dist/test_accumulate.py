@@ -135,7 +135,7 @@ def issued(rank: int, strategy: str, reduced: bool) -> None:
     cross_entropy(model, batch(0, rank)).backward()
     optimizer.step()
     optimizer.zero_grad()
-    spec = engine_of(model).core.spec
+    spec = engine_of(model).core.followed.spec
     with tape(model) as recorded:
         with shardwise.accumulate(model):
             cross_entropy(model, batch(1, rank)).backward()
@@ -297,8 +297,8 @@ def unused_in_one_pass(rank: int, strategy: str) -> None:
         model(x, ["a", "b"] if rank == 0 else ["a"]).sum().backward()
     model(x, ["a"]).sum().backward()
     names = {}
-    for flat in engine_of(model).flats:
-        for part in flat.owned:
+    for flat in engine_of(model).core.flats:
+        for part in flat.master.owned:
             names[flat.names[part.index][0]] = part.parameter.grad is not None
     assert names == {"a": True, "b": True, "c": False}
     before = optimizer.param_groups[0]["params"][-1].clone()

@@ -61,7 +61,7 @@ def test_ranks_that_agree_on_each_gather_need_no_order(name: str, strategy: str)
 def goes_its_own_way(rank: int) -> str:
     model = awkward.Net()
     prepare(model, None, Plan(strategy="fsdp", units="class:Block"))
-    engine_of(model).core.limit_seconds = 0.5
+    engine_of(model).core.followed.limit_seconds = 0.5
     awkward.loss_of(model, awkward.batch(0, rank)).backward()
     if rank == 1:
         awkward.loss_of(model, awkward.batch(1, rank))
@@ -116,7 +116,7 @@ def grads_left(rank: int, strategy: str) -> None:
         awkward.loss_of(model, batch(step, rank)).backward()
         for unit in model_units(model):
             for flat in unit.flats:
-                for part in flat.owned:
+                for part in flat.master.owned:
                     name = flat.names[part.index]
                     used = "spare" not in name and ("sometimes" not in name or (step == 1 and "1" in name))
                     assert (part.parameter.grad is not None) == used, name
@@ -195,7 +195,7 @@ def follows_the_program(rank: int, name: str, strategy: str) -> None:
             optimizer.zero_grad()
             entries = [str(entry) for entry in recorded.take()]
             if step:
-                expected = list(map(str, build(engine_of(model).core.spec, plan=plan).operations()))
+                expected = list(map(str, build(engine_of(model).core.followed.spec, plan=plan).operations()))
                 assert entries == expected, f"{entries}\n{expected}"
 
 

@@ -98,7 +98,7 @@ def silent(rank: int) -> None:
     for plan in PLANS:
         model, optimizer, batch, ema = prepared(plan, rank=rank)
         train(model, optimizer, ema, batch(0, rank))
-        late = engine_of(model).collectives
+        late = engine_of(model).core.setting.collectives
         with tape(model) as recorded:
             late.issued.clear()
             recorded.take()

@@ -296,7 +296,7 @@ def drop_model(rank: int, strategy: str) -> None:
     # What is being gathered belongs to the collective until it ends.
     with torch.no_grad():
         model(batch(0, rank)[0])
-    full = weakref.ref(engine_of(model).flats[0].full)
+    full = weakref.ref(engine_of(model).core.flats[0].full.buffer)
     del model, optimizer, batch
     gc.collect()
     assert full() is None
@@ -365,15 +365,15 @@ def units_backward_came_to(rank: int, plan: Plan) -> list[str]:
     """Of a step after the first."""
     model: nn.Module = nn.Sequential(*(module for _ in range(3) for module in (nn.Linear(4, 4), nn.Tanh())))
     model, optimizer = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), plan)
-    runner = engine_of(model).core._runner
+    core = engine_of(model).core
     came: list[str] = []
-    before_backward = runner.before_backward
+    before_backward = core.before_backward
 
     def noted(unit: Unit, call: int) -> None:
         came.append(unit.name)
         before_backward(unit, call)
 
-    runner.before_backward = noted  # type: ignore[method-assign]
+    core.before_backward = noted  # type: ignore[method-assign]
     for _ in range(2):
         came.clear()
         model(torch.ones(2, 4)).sum().backward()

@@ -229,7 +229,7 @@ def gathered(rank: int, plan: Plan) -> dict[str, int]:
             optimizer.step()
             optimizer.zero_grad()
             taken = tape.take()
-    program = [str(operation) for operation in engine_of(model).core.program.operations()]
+    program = [str(operation) for operation in engine_of(model).core.cursor.program.operations()]
     assert [str(entry) for entry in taken] == program
     assert all(type(parameter) is not nn.Parameter for parameter in model.get_submodule("blocks.0").parameters())
     return {entry.subject: entry.num_bytes for entry in taken if entry.kind is Kind.GATHER}

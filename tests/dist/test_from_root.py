@@ -125,7 +125,7 @@ def prepared(use: str, strategy: str, **options: Any) -> tuple[Model, torch.opti
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     with counted_as_large(WORDS * WIDTH):
         shardwise.prepare(model, optimizer, Plan(strategy=strategy), watch_seconds=0.0, **options)
-    assert {unit.name for unit in engine_of(model).core.spec.units if unit.from_root} == {"embed", "head"}
+    assert {unit.name for unit in engine_of(model).core.followed.spec.units if unit.from_root} == {"embed", "head"}
     return model, optimizer
 
 
@@ -182,7 +182,7 @@ def tapes(rank: int, use: str, strategy: str) -> list[list[str]]:
             optimizer.step()
             optimizer.zero_grad()
             found.append([str(entry) for entry in recorded.take()])
-    program = build(engine_of(model).core.spec, plan=engine_of(model).core.plan)
+    program = build(engine_of(model).core.followed.spec, plan=engine_of(model).core.followed.plan)
     return [*found, [str(operation) for operation in program.operations()]]
 
 

@@ -72,7 +72,7 @@ def taken(model: nn.Module, optimizer: Any, recorded: Any, batch: Any) -> tuple[
     optimizer.step()
     optimizer.zero_grad()
     engine = engine_of(model)
-    return recorded.take(), list(build(engine.core.spec, plan=engine.plan).operations())
+    return recorded.take(), list(build(engine.core.followed.spec, plan=engine.core.followed.plan).operations())
 
 
 def bytes_of(entries: Any, kind: Kind) -> int:
@@ -94,7 +94,7 @@ def traffic(rank: int, plans: list[Plan]) -> None:
         regathers = placement.params is not SHARDED and placement.optim is SHARDED
         assert gathered == [4 * NUM_TRAINED if regathers else 0] * 2, plan
         assert bytes_of(entries, Kind.GATHER) == bytes_of(program, Kind.GATHER)
-        spec = engine_of(model).core.spec
+        spec = engine_of(model).core.followed.spec
         job = job_of(spec, plan=plan, num_ranks=2, optimizer="adamw-loop", device="cpu")
         reduced = bytes_of(entries, Kind.REDUCE) * (1 if placement.grads is SHARDED else 2)
         assert sent_bytes(job) == (bytes_of(entries, Kind.GATHER) + reduced) / 2

@@ -86,13 +86,13 @@ def kept_on_the_host(rank: int) -> None:
         optimizer.zero_grad()
         losses.append(loss.item())
     held = held_bytes(model, optimizer)
-    sharded = [flat for flat in engine_of(model).flats if flat.host is not None]
+    sharded = [flat for flat in engine_of(model).core.flats if flat.master.host is not None]
     # fp32 master and two moments, the parameters staged in bf16, and AdamW's step counts.
     sizes = sum(flat.layout.slice_elements for flat in sharded)
-    counts = 4 * sum(len(flat.owned) for flat in sharded)
+    counts = 4 * sum(len(flat.master.owned) for flat in sharded)
     assert held["host"] == sizes * (4 + 2 + 8) + counts
     # What is replicated stays on the device: bf16 parameters, fp32 master and moments.
-    (replicated,) = [flat for flat in engine_of(model).flats if flat.host is None]
+    (replicated,) = [flat for flat in engine_of(model).core.flats if flat.master.host is None]
     assert held["params"] == 2 * replicated.layout.num_elements
     state = shardwise.full_state_dict(model, optimizer)
     other, _ = MODELS["gpt"]()
@@ -118,7 +118,7 @@ def gradients_of_a_step(rank: int, update: str) -> dict[str, int]:
     others = [tensor for category, tensor in held_tensors(model, optimizer) if category == "other"]
     slots = {id(buffer) for buffer in engine_of(model).owned.streamed.slot_tensors()}
     counted = sum(id(tensor) in slots for tensor in others)
-    sizes = sum(4 * flat.layout.slice_elements for flat in engine_of(model).flats if flat.host is not None)
+    sizes = sum(4 * flat.layout.slice_elements for flat in engine_of(model).core.flats if flat.master.host is not None)
     return {"held": held[-1], "slices": sizes, "slots": len(slots), "counted": counted}
 
 

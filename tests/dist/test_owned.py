@@ -106,7 +106,7 @@ def trained(
             one.step()
             one.zero_grad()
     if plan.strategy != "ddp":
-        assert engine_of(model).plan.owned
+        assert engine_of(model).core.followed.plan.owned
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
@@ -216,7 +216,7 @@ def told(rank: int) -> None:
     with shardwise.tape(model) as tape:
         optimizer.step()
     kinds = [entry.kind.value for entry in tape.take()]
-    program = engine_of(model).core.program
+    program = engine_of(model).core.cursor.program
     row = [operation.kind.value for operation in program.rows[-1].operations]
     assert kinds == [kind for kind in row if kind != "wait gather"]
     assert {"to owners", "from owners"} <= set(kinds)

@@ -67,7 +67,7 @@ def on_ranks(rank: int, strategy: str, name: str, planted_rank: int | None, late
                 scaler.unscale_(optimizer)
         update(model, made, scaler)
         scales.append(scaler.get_scale())
-    assert engine_of(model).plan.owned
+    assert engine_of(model).core.followed.plan.owned
     return scales, {key: value.clone() for key, value in model.state_dict().items()}
 
 

@@ -176,7 +176,7 @@ def reduced_elements(rank: int, plan: Plan) -> tuple[list[int], list[int]]:
         optimizer.zero_grad()
     engine_of(model).core.wait_gathers()
     sizes = [size for name, size, _ in late.issued if name == "reduce_scatter"]
-    return sizes, [flat.layout.num_elements for flat in engine_of(model).flats]
+    return sizes, [flat.layout.num_elements for flat in engine_of(model).core.flats]
 
 
 @each_strategy
@@ -196,7 +196,7 @@ def held(rank: int, piece_bytes: int) -> dict[str, Tensor]:
         cross_entropy(model, batch(0, rank)).backward()
     core = engine_of(model).core
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {names[key]: value.clone() for key, value in core.take_held().items()}
+    return {names[key]: value.clone() for key, value in core.executor.take_held().items()}
 
 
 def test_sums_of_a_rank_are_whole_again_where_they_are_asked_for() -> None:

@@ -86,7 +86,10 @@ def kept_in_fp32(rank: int, strategy: str) -> None:
     bf16, fp32 = torch.bfloat16, torch.float32
     # What comes in, what is computed with, the weight, what goes out.
     assert model.seen == {"norm": (bf16, fp32, fp32, bf16), "head": (bf16, fp32, fp32, bf16)}
-    assert sorted(str(flat.full.dtype) for flat in engine_of(model).flats) == ["torch.bfloat16", "torch.float32"]
+    assert sorted(str(flat.full.buffer.dtype) for flat in engine_of(model).core.flats) == [
+        "torch.bfloat16",
+        "torch.float32",
+    ]
 
 
 @pytest.mark.parametrize("strategy", strategies("zero2", "fsdp"))

@@ -24,7 +24,7 @@ def taken(rank: int, strategy: str) -> tuple[int, int, int]:
         cross_entropy(model, batch(0, rank)).backward()
         optimizer.step()
         optimizer.zero_grad()
-        flats = engine_of(model).flats
+        flats = engine_of(model).core.flats
         engine_of(model).core.wait_gathers()
         for flat in flats:
             # A backend's thread would free memory unseen.

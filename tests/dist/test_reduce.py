@@ -76,8 +76,8 @@ def train(rank: int, plan: Plan, collectives: Collectives, *, breaks: bool = Fal
     engine.core.wait_gathers()
     if isinstance(collectives, Watched):
         collectives.assert_all_waited()
-        collectives.assert_same_order(engine.groups.reduce)
-        collectives.assert_same_order(engine.groups.replicate)
+        collectives.assert_same_order(engine.core.setting.groups.reduce)
+        collectives.assert_same_order(engine.core.setting.groups.replicate)
     return model.state_dict()
 
 

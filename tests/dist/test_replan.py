@@ -101,7 +101,7 @@ def walked(rank: int, name: str, optimizer: str, plans: list[Plan]) -> tuple[lis
     losses = []
     for plan in plans:
         shardwise.replan(run.model, plan)
-        assert engine_of(run.model).plan == plan
+        assert engine_of(run.model).core.followed.plan == plan
         losses.append(run.backward())
         run.update()
     return losses, run.state()
@@ -279,7 +279,7 @@ def follows_program(rank: int, first: Plan, then: Plan) -> None:
     with tape(run.model) as recorded:
         run.backward()
         run.update()
-    expected = build(engine_of(run.model).core.spec, plan=then).operations()
+    expected = build(engine_of(run.model).core.followed.spec, plan=then).operations()
     # What an update would have left to be waited for is there already.
     found, program = (
         [str(operation) for operation in operations if operation.kind is not Kind.WAIT_GATHER]
@@ -307,7 +307,7 @@ def peak(rank: int, first: Plan, then: Plan) -> tuple[int, int, int, int]:
             cross_entropy(model, (tokens, tokens)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        unit = max(flat.full_bytes for flat in engine_of(model).flats)
+        unit = max(flat.full.num_bytes for flat in engine_of(model).core.flats)
         with live.phase("before"):
             pass
         with live.phase("replan"):

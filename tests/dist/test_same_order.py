@@ -47,14 +47,17 @@ def swaps(rank: int, fault: str, strategy: str, late: bool) -> str:
     plan = Plan(strategy=strategy, reduces_in_flight=2, prefetch=2, bucket_bytes=1)
     model, optimizer = prepared(plan, collectives=wrong, watch_seconds=0)
     train(model, optimizer, rank, num_steps=2)
-    masters = [flat.master.clone() for flat in engine_of(model).flats]
+    masters = [flat.master.values.clone() for flat in engine_of(model).core.flats]
     wrong.armed = rank == 1
     if strategy == "zero1" and "gather" in fault:
         # It gathers after an update: the next step finds out.
         train(model, optimizer, rank, num_steps=1)
-        masters = [flat.master.clone() for flat in engine_of(model).flats]
+        masters = [flat.master.values.clone() for flat in engine_of(model).core.flats]
     refused = line(lambda: backward(model, rank))
-    assert all(torch.equal(flat.master, master) for flat, master in zip(engine_of(model).flats, masters, strict=True))
+    assert all(
+        torch.equal(flat.master.values, master)
+        for flat, master in zip(engine_of(model).core.flats, masters, strict=True)
+    )
     return refused
 
 
@@ -127,14 +130,14 @@ def flips_a_bit(rank: int, strategy: str, precision: str) -> list[str]:
     plan = Plan(strategy=strategy, precision=precision, mesh=Mesh(replicate=2, shard=1) if strategy == "fsdp" else None)
     model, optimizer = prepared(plan, compare_every=3)
     train(model, optimizer, rank, num_steps=4)
-    flat = engine_of(model).flats[2]
+    flat = engine_of(model).core.flats[2]
     if rank == 1:
-        flat.master[flat.owned[1].start :].view(torch.int32)[:1].bitwise_xor_(1)
+        flat.master.values[flat.master.owned[1].start :].view(torch.int32)[:1].bitwise_xor_(1)
     train(model, optimizer, rank, num_steps=1)
-    before = flat.master.clone()
+    before = flat.master.values.clone()
     backward(model, rank)
     refused = line(optimizer.step)
-    assert torch.equal(flat.master, before)
+    assert torch.equal(flat.master.values, before)
     return [refused, flat.names[1]]
 
 
@@ -151,7 +154,7 @@ def flips_one_of_three(rank: int) -> str:
     model, optimizer = prepared(Plan(strategy="ddp"), compare_every=1)
     train(model, optimizer, rank, num_steps=1)
     if rank == 1:
-        engine_of(model).flats[0].full.view(torch.int32)[:1].bitwise_xor_(1 << 20)
+        engine_of(model).core.flats[0].full.buffer.view(torch.int32)[:1].bitwise_xor_(1 << 20)
     backward(model, rank)
     return line(optimizer.step)
 
@@ -169,7 +172,7 @@ def flips_a_gathered_bit(rank: int) -> str:
     train(model, optimizer, rank, num_steps=1)
     engine_of(model).core.wait_gathers()
     if rank == 1:
-        engine_of(model).flats[0].full.view(torch.int32)[:1].bitwise_xor_(1)
+        engine_of(model).core.flats[0].full.buffer.view(torch.int32)[:1].bitwise_xor_(1)
     backward(model, rank)
     return line(optimizer.step)
 
@@ -198,9 +201,12 @@ def follows_its_own_loss(rank: int, strategy: str) -> list[str]:
     train(model, optimizer, rank, num_steps=2)
     for loss in (1.0, 0.5 + rank):
         scheduler.step(loss)
-    masters = [flat.master.clone() for flat in engine_of(model).flats]
+    masters = [flat.master.values.clone() for flat in engine_of(model).core.flats]
     refused = line(lambda: backward(model, rank))
-    assert all(torch.equal(flat.master, master) for flat, master in zip(engine_of(model).flats, masters, strict=True))
+    assert all(
+        torch.equal(flat.master.values, master)
+        for flat, master in zip(engine_of(model).core.flats, masters, strict=True)
+    )
     return [refused]
 
 

@@ -33,7 +33,7 @@ def compare_with_program(rank: int, model_name: str, plans: list[Plan]) -> int:
                 optimizer.step()
                 optimizer.zero_grad()
                 entries = recorded.take()
-                spec = engine_of(model).core.spec
+                spec = engine_of(model).core.followed.spec
                 program = build(spec, plan=plan)
                 if step == 0:
                     _compare_buffers(entries, build_first_step(spec, plan=plan))

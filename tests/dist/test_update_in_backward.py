@@ -116,7 +116,7 @@ def refusals(rank: int) -> dict[str, Any]:
 
     model, optimizer, loss = prepared()
     loss(0).backward()
-    left = sum(part.parameter.grad is not None for flat in engine_of(model).flats for part in flat.owned)
+    left = sum(part.parameter.grad is not None for flat in engine_of(model).core.flats for part in flat.master.owned)
     clipped = line(lambda: shardwise.clip_grad_norm_(model, 1.0))
     scaler = shardwise.GradScaler("cpu")
     scaler.scale(torch.ones(()))

@@ -128,7 +128,7 @@ class CpuRecorder:
         return CpuGraph(self, step, inputs, reads=reads, written=written, held=held)
 
     def owned_grads(self) -> list[Tensor | None]:
-        return [part.parameter.grad for flat in self.engine.flats for part in flat.owned]
+        return [part.parameter.grad for flat in self.engine.core.flats for part in flat.master.owned]
 
 
 class CpuGraph:
@@ -171,7 +171,7 @@ class CpuGraph:
             assert self.thread.is_alive(), self.error
 
     def _run(self) -> None:
-        events = self.recorder.engine.core.events
+        events = self.recorder.engine.core.setting.events
         try:
             with heard_by((events.gradients_asked, self.passes_are_over)), noting_reads("cpu") as noted:
                 self.noted = noted

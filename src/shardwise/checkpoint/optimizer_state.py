@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint.manifest import OPTIMIZER
 from shardwise.checkpoint.typed import dtype_name, dtype_of, from_json, to_json
-from shardwise.engine.core.flat_buffers import unguarded
+from shardwise.engine.core.parameters import unguarded
 from shardwise.engine.protocol import OwnedSlice
 from shardwise.errors import CheckpointError
 

@@ -9,11 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.comm.collectives import Collectives
-from shardwise.comm.groups import MeshGroups
 from shardwise.engine.activations.wrap import wrap_units
 from shardwise.engine.core.core import Core
-from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.step_events import announce
 from shardwise.engine.core.tape import Tape
 from shardwise.engine.guards.guards import Guards
@@ -22,7 +19,6 @@ from shardwise.engine.guards.loading import attach_loads
 from shardwise.engine.optimizer.owned import OwnedParameters
 from shardwise.engine.unit_graphs.unit_graphs import UnitGraphs, unit_graphs_of
 from shardwise.errors import InvalidModel
-from shardwise.plan import Plan
 
 
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
@@ -49,34 +45,13 @@ class Engine:
     undo: list[Callable[[], None]] = field(default_factory=list)
 
     @property
-    def plan(self) -> Plan:
-        """The plan that is run: the user's, with the parameters that the optimizers need OWNED."""
-        return self.core.plan
-
-    @property
-    def flats(self) -> list[FlatParams]:
-        return self.core.flats
-
-    @property
-    def groups(self) -> MeshGroups:
-        return self.core.setting.groups
-
-    @property
-    def collectives(self) -> Collectives:
-        return self.core.setting.collectives
-
-    @property
     def device(self) -> torch.device:
         return self.core.setting.device
 
     @property
-    def tape(self) -> Tape:
-        return self.core.setting.tape
-
-    @property
     def holds_all(self) -> bool:
         """Return whether this rank has all values of the model, so that it needs no other rank to read them."""
-        return all(flat.holds_all for flat in self.flats)
+        return all(flat.holds_all for flat in self.core.flats)
 
     def attach(self) -> None:
         """Register the hooks on the model."""
@@ -86,8 +61,8 @@ class Engine:
 
     def wrap(self) -> None:
         """Wrap the units' forwards as the plan says."""
-        core = self.core
-        self.undo = wrap_units(core.model, units=core.units, plan=core.plan, device=self.device, events=core.events)
+        core, beside = self.core, self.core.setting.beside
+        self.undo = wrap_units(core.model, units=core.units, plan=core.followed.plan, device=self.device, beside=beside)
         self.graphs = unit_graphs_of(self.core, optimizers=self.owned.group_names)
         if self.graphs is not None:
             # Outermost: a graph contains compiled code and recomputation.
@@ -104,12 +79,12 @@ class Engine:
 
     def check_between_steps(self, *, what: str) -> None:
         """Refuse `what` in the middle of an accumulation, and where the parameters have other memory."""
-        self.core.passes.check_memory(what)
+        self.core.setting.passes.check_memory(what)
         self.check_reduced(what=what)
 
     def check_reduced(self, *, what: str) -> None:
         """Refuse `what` in the middle of an accumulation: gradients not reduced yet are not part of any state."""
-        if self.core.passes.accumulating or self.core.holds_grads:
+        if self.core.setting.passes.accumulating or self.core.executor.holds_grads:
             raise InvalidModel(
                 f"{what} in the middle of an accumulation: do it after the step, or clear the gradients first "
                 "(optimizer.zero_grad())"
@@ -120,12 +95,12 @@ class Engine:
 
         In the middle of an accumulation they are: only an update changes them.
         """
-        self.core.passes.check_memory(what)
-        if self.plan.updates_in_backward:
+        self.core.setting.passes.check_memory(what)
+        if self.core.followed.plan.updates_in_backward:
             # Ranks that disagree have updated already. On a GPU the flag that tells may still be on its way.
             self.guards.same_order.check(wait=True)
         self.guards.managed.check(thorough=True)
-        announce(self.core.events.values_read, False)
+        announce(self.core.setting.events.values_read, False)
 
 
 # An attribute of the model, because a table by model would keep both alive: an engine holds its model.
@@ -156,7 +131,7 @@ def engine_of(model: nn.Module) -> Engine:
 @contextmanager
 def tape(model: nn.Module) -> Iterator[Tape]:
     """Record the operations that the model's steps issue; `take()` returns those recorded so far."""
-    recorded = engine_of(model).tape
+    recorded = engine_of(model).core.setting.tape
     recorded.recording = True
     try:
         yield recorded

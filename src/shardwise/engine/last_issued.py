@@ -8,25 +8,25 @@ from shardwise.program import Kind
 
 def write_records_of(engine: Engine) -> None:
     """Include the collectives of this engine in the record that a failing job leaves."""
-    RECORDS.describe(engine, groups=engine.groups, last=last_issued)
+    RECORDS.describe(engine, groups=engine.core.setting.groups, last=last_issued)
 
 
 def last_issued(engine: Engine) -> LastIssued:
     """Return the collectives issued and upcoming. Only reads: the main thread may be stuck anywhere."""
     core = engine.core
-    groups = engine.groups.by_name()
+    groups = engine.core.setting.groups.by_name()
     program: dict[str, list[str]] = {}
-    for operation in core.program.operations():
+    for operation in core.cursor.program.operations():
         group = _GROUPS.get(operation.kind, "")
-        if operation.kind is Kind.REDUCE and not core.buckets[operation.subject].sharded:
+        if operation.kind is Kind.REDUCE and not core.executor.buckets[operation.subject].sharded:
             group = "reduce_world" if "reduce_world" in groups else "reduce"
         if group:
             program.setdefault(group, []).append(str(operation))
     # Until the first step is over the program is a guess.
-    upcoming = core.upcoming(restarts=PROGRESS.phase == BETWEEN_STEPS) if core.learned else ()
+    upcoming = core.cursor.upcoming(restarts=PROGRESS.phase == BETWEEN_STEPS) if core.followed.learned else ()
     return LastIssued(
         issued=engine.guards.same_order.numbered(),
-        program={group: tuple(names) for group, names in program.items()} if core.learned else {},
+        program={group: tuple(names) for group, names in program.items()} if core.followed.learned else {},
         upcoming=tuple(map(str, upcoming)),
     )
 

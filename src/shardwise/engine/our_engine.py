@@ -1,10 +1,8 @@
-"""Our engine by the protocol: each method calls the function that does the work."""
+"""Our engine by the protocol: most of its methods are the functions that do the work."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -14,7 +12,7 @@ from shardwise.engine.plan_change.replan import fixed_by, replan
 from shardwise.engine.prepared import accumulate, full_state, grad_norms, slices, uneven, weight_stream
 from shardwise.engine.prepared.inventory import held_tensors
 from shardwise.engine.prepared.whole_parameters import whole
-from shardwise.engine.protocol import Batch, OwnedModel, Step, Tell, TrainingEngine
+from shardwise.engine.protocol import TrainingEngine
 from shardwise.plan import Plan
 
 
@@ -24,28 +22,21 @@ class OurEngine(TrainingEngine):
     # State
 
     def plan_of(self, model: nn.Module) -> Plan:
-        return engine_of(model).plan
+        return engine_of(model).core.followed.plan
 
     def bare(self, model: nn.Module) -> nn.Module:
         return model
 
-    def held(self, model: nn.Module) -> OwnedModel:
-        return slices.held(model)
-
-    def slices_filled(self, model: nn.Module) -> None:
-        slices.slices_filled(model)
-
-    def group_names(self, model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-        return slices.group_names(model, optimizer)
+    held = staticmethod(slices.held)
+    slices_filled = staticmethod(slices.slices_filled)
+    group_names = staticmethod(slices.group_names)
+    held_tensors = staticmethod(held_tensors)
 
     def check_values(self, model: nn.Module, *, what: str) -> None:
-        engine_of(model).core.passes.check_values(what)
-
-    def held_tensors(self, model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[tuple[str, Tensor]]:
-        return held_tensors(model, optimizer)
+        engine_of(model).core.setting.passes.check_values(what)
 
     def listen_to_writes(self, model: nn.Module, optimizer: Optimizer | None, hear: Callable[..., None]) -> None:
-        events = engine_of(model).core.events
+        events = engine_of(model).core.setting.events
         for event in (events.update_begins, events.values_read):
             if hear not in event:
                 event.append(hear)
@@ -55,31 +46,15 @@ class OurEngine(TrainingEngine):
 
     # Plans and steps
 
-    def replan(self, model: nn.Module, plan: Plan) -> None:
-        replan(model, plan)
+    replan = staticmethod(replan)
 
     def fixed_by(self, model: nn.Module, plan: Plan) -> str:
         return fixed_by(engine_of(model), plan=plan)
 
-    def capture(
-        self,
-        step: Step,
-        model: nn.Module,
-        optimizer: Optimizer,
-        *,
-        functions: Sequence[Callable[..., Any]] = (),
-        tell: Tell | None = None,
-    ) -> Step:
-        return capture(step, model, optimizer, functions=functions, tell=tell)
-
-    def accumulate(self, model: nn.Module, *, enabled: bool = True) -> AbstractContextManager[None]:
-        return accumulate.accumulate(model, enabled=enabled)
-
-    def mean_count(self, model: nn.Module, count: float) -> float:
-        return uneven.mean_count(model, count)
-
-    def join(self, model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
-        return uneven.join(model, batches)
+    capture = staticmethod(capture)
+    accumulate = staticmethod(accumulate.accumulate)
+    mean_count = staticmethod(uneven.mean_count)
+    join = staticmethod(uneven.join)
 
     def concerns(self, model: nn.Module, optimizer: Optimizer) -> bool:
         owned = engine_of(model).owned
@@ -96,7 +71,7 @@ class OurEngine(TrainingEngine):
         return owned.showing_parameters(optimizer) if owned.adopted(optimizer) else nullcontext()
 
     def announce_loss(self, model: nn.Module, loss: Tensor) -> None:
-        engine_of(model).core.announce(loss)
+        engine_of(model).core.announce_loss(loss)
 
     def settle(self, model: nn.Module) -> None:
         engine_of(model).core.wait_gathers()
@@ -110,48 +85,18 @@ class OurEngine(TrainingEngine):
 
     # Weights
 
-    def edit(self, model: nn.Module) -> AbstractContextManager[None]:
-        return slices.edit(model)
-
-    def whole(self, model: nn.Module, *, write: bool = False) -> AbstractContextManager[None]:
-        return whole(model, write=write)
-
-    def weight_stream(self, model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        return weight_stream.weight_stream(model, dtype=dtype)
-
-    def full_state_dict(
-        self, model: nn.Module, optimizer: Optimizer | None = None, *, rank0_only: bool = False
-    ) -> dict[str, Any]:
-        return full_state.full_state_dict(model, optimizer, rank0_only=rank0_only)
-
-    def load_full_state_dict(
-        self, model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any], *, from_rank0: bool = False
-    ) -> None:
-        full_state.load_full_state_dict(model, optimizer, state, from_rank0=from_rank0)
+    edit = staticmethod(slices.edit)
+    whole = staticmethod(whole)
+    weight_stream = staticmethod(weight_stream.weight_stream)
+    full_state_dict = staticmethod(full_state.full_state_dict)
+    load_full_state_dict = staticmethod(full_state.load_full_state_dict)
 
     # Gradients
 
-    def clip_grad_norm_(
-        self,
-        model: nn.Module,
-        max_norm: float,
-        norm_type: float = 2.0,
-        *,
-        parameters: Iterable[Tensor] | None = None,
-        error_if_nonfinite: bool = False,
-    ) -> Tensor:
-        return grad_norms.clip_grad_norm_(
-            model, max_norm, norm_type, parameters=parameters, error_if_nonfinite=error_if_nonfinite
-        )
-
-    def clip_grad_value_(
-        self, model: nn.Module, clip_value: float, *, parameters: Iterable[Tensor] | None = None
-    ) -> None:
-        grad_norms.clip_grad_value_(model, clip_value, parameters=parameters)
-
-    def grad_norms(self, model: nn.Module, *, norm_type: float = 2.0) -> dict[str, float]:
-        return grad_norms.grad_norms(model, norm_type=norm_type)
+    clip_grad_norm_ = staticmethod(grad_norms.clip_grad_norm_)
+    clip_grad_value_ = staticmethod(grad_norms.clip_grad_value_)
+    grad_norms = staticmethod(grad_norms.grad_norms)
 
     def buckets(self, model: nn.Module) -> dict[str, tuple[str, ...]]:
         """Return the buckets of the program; the spec has the order of units that the first step has learned."""
-        return {bucket.name: bucket.units for bucket in engine_of(model).core.program.buckets}
+        return {bucket.name: bucket.units for bucket in engine_of(model).core.cursor.program.buckets}

@@ -115,7 +115,7 @@ def states_bytes(engine: Engine, plan: Plan) -> int | None:
     from shardwise.planner.memory.peak import estimate
 
     found = estimate(
-        replace(engine.core.spec, traces=()),
+        replace(engine.core.followed.spec, traces=()),
         plan=plan,
         num_ranks=dist.get_world_size(),
         batch=1,
@@ -128,7 +128,7 @@ def states_bytes(engine: Engine, plan: Plan) -> int | None:
 
 def _states(engine: Engine) -> Iterator[str]:
     """Predict the peak of each strategy without activations: the model is not traced."""
-    plan, needs = engine.plan, {}
+    plan, needs = engine.core.followed.plan, {}
     for strategy in STRATEGIES:
         num_bytes = states_bytes(engine, replace(plan, strategy=strategy, offload_states=False))
         if num_bytes is None:

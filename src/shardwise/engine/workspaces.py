@@ -13,4 +13,4 @@ def take_workspaces(device: torch.device) -> None:
         torch.cuda.empty_cache()
         with torch.enable_grad():
             factor = torch.ones((16, 16), device=device, requires_grad=True)
-            torch.mm(factor, factor).sum().backward()
+            torch.mm(factor, factor).sum().backward()  # type: ignore[no-untyped-call]

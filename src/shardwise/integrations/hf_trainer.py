@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import CONFIG_NAME, Trainer, TrainerCallback
 
-from shardwise.engine.guards.loaded_sharded import refuse_loaded_sharded
+from shardwise.engine.guards.refuse import refuse_loaded_sharded
 from shardwise.engine.protocol import find_engine
 from shardwise.engines import capture, whole
 from shardwise.errors import InvalidModel, InvalidPlan

@@ -54,6 +54,8 @@ def step_rows(
 class _Rows:
     """Listens to the hooks. The engine's own end of backward is queued after this one's."""
 
+    in_backward = False
+
     def __init__(self, on_row: OnRow) -> None:
         self.on_row = on_row
         self._calls: Counter[str] = Counter()
@@ -69,7 +71,8 @@ class _Rows:
     def after_forward(self, unit: str, *, backward: str) -> None:
         self.on_row(Trigger.AFTER_FORWARD, unit)
 
-    def begin_backward(self) -> None: ...
+    def begin_backward(self) -> None:
+        self.in_backward = True
 
     def before_graph_of_grads(self) -> None: ...
 
@@ -80,6 +83,7 @@ class _Rows:
         self.on_row(Trigger.GRADS_READY, unit)
 
     def end_backward(self) -> None:
+        self.in_backward = False
         self.on_row(Trigger.BACKWARD_DONE, ROOT)
         self._calls.clear()
 

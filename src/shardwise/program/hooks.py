@@ -27,6 +27,10 @@ _Heard = TypeVar("_Heard", bound=Hashable, contravariant=True)
 class StepListener(Protocol[_Heard]):
     """Receives the events of a step. A forward without gradients, and one that backward repeats, are not part of it."""
 
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward has begun and not ended, or raised."""
+
     def before_forward(self, unit: _Heard) -> int:
         """Note that a call of the unit begins; return its number among the unit's calls in this step."""
 
@@ -94,6 +98,10 @@ class UnitGrads(Generic[UnitT]):
         hook = partial(_before_grad, weakref.ref(self))
         self.hooks.handles += [parameter.register_hook(hook) for parameter in new]  # type: ignore[no-untyped-call]
 
+    def close(self) -> None:
+        """Accept no more gradients in this backward."""
+        self.closed = True
+
     @property
     def complete(self) -> bool:
         """Whether all gradients that are expected in this backward have arrived."""
@@ -125,7 +133,6 @@ class StepHooks(Generic[UnitT]):
         self.on_grad = on_grad
         self.on_first_grad = on_first_grad
         self.grads = {unit: UnitGrads(unit, hooks=self) for unit in modules}
-        self.in_backward = False
         self.handles: list[Any] = []
         self._root = next(iter(modules))
         # The backward, by torch's number of it, in which a training forward of the whole model runs; -1 outside of one.
@@ -160,9 +167,9 @@ class StepHooks(Generic[UnitT]):
         from a hook: a loss that has cached the gradients of embeddings.
         """
         task = torch_private.current_graph_task_id()
-        if unit is self._root and not self.in_backward and torch.is_grad_enabled():
+        if unit is self._root and not self.listener.in_backward and torch.is_grad_enabled():
             self._task = task
-        return task != -1 and (self.in_backward or task != self._task)
+        return task != -1 and (self.listener.in_backward or task != self._task)
 
     def begin_forward(self, unit: UnitT) -> None:
         """Begin a call of a unit, with or without gradients."""
@@ -203,7 +210,6 @@ class StepHooks(Generic[UnitT]):
 
     def begin_backward(self) -> None:
         self.listener.begin_backward()
-        self.in_backward = True
         self._begun.clear()
         for grads in self.grads.values():
             grads.arrived.clear()
@@ -225,17 +231,16 @@ class StepHooks(Generic[UnitT]):
 
     def _end_backward(self) -> None:
         self.listener.end_backward()
-        self.abandon_backward()
+        self.close()
 
-    def abandon_backward(self) -> None:
-        """Note that no backward runs any more: it has ended, or it raised."""
-        self.in_backward = False
+    def close(self) -> None:
+        """Accept no more gradients: no backward runs any more."""
         for grads in self.grads.values():
-            grads.closed = True
+            grads.close()
 
     def arrived(self, grads: UnitGrads[UnitT], key: int, parameter: Tensor) -> None:
         """Handle a gradient that is the unit's last, or arrives in an unusual way."""
-        if not self.in_backward:
+        if not self.listener.in_backward:
             self._begin_with(grads.unit, parameter)
         if key in grads.arrived:
             raise InvalidModel(
@@ -318,7 +323,7 @@ def _before_backward(hooks: StepHooks[UnitT], calls: list[tuple[UnitT, int]], gr
     if not hooks.handles:
         # Detached since: the tensor with this hook may live as long as the model (a parameter as an output).
         return
-    if not hooks.in_backward:
+    if not hooks.listener.in_backward:
         if torch.is_grad_enabled():
             hooks.listener.before_graph_of_grads()
             return
@@ -336,7 +341,7 @@ def _before_backward(hooks: StepHooks[UnitT], calls: list[tuple[UnitT, int]], gr
 
 def _before_grad(held: "weakref.ref[UnitGrads[Any]]", grad: Tensor) -> None:
     grads = held()
-    if grads is not None and not grads.hooks.in_backward and not torch.is_grad_enabled():
+    if grads is not None and not grads.hooks.listener.in_backward and not torch.is_grad_enabled():
         grads.hooks.begin_backward()
 
 

@@ -80,6 +80,11 @@ class Cursor:
         rows = self._steps.program.rows
         return next((row.operations for row in rows[0 if restarts else self._next :] if row.operations), ())
 
+    @property
+    def keeps(self) -> bool:
+        """Whether this pass keeps its gradients."""
+        return self._steps is not self._compiled
+
     def run(self, row: Row) -> None:
         """Run a row that is not in the program."""
         self._do(tuple(self.executor.action(operation, row) for operation in row.operations))

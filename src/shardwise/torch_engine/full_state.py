@@ -27,10 +27,10 @@ from shardwise.errors import InvalidData
 def clip_grad_norm_(
     model: nn.Module,
     max_norm: float,
-    norm_type: float,
+    norm_type: float = 2.0,
     *,
-    parameters: Iterable[Tensor] | None,
-    error_if_nonfinite: bool,
+    parameters: Iterable[Tensor] | None = None,
+    error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Clip as torch's function does, and return the norm before clipping as a plain tensor. Collective."""
     named = chosen(model, parameters)
@@ -45,7 +45,7 @@ def clip_grad_norm_(
 
 
 @torch.no_grad()
-def clip_grad_value_(model: nn.Module, clip_value: float, *, parameters: Iterable[Tensor] | None) -> None:
+def clip_grad_value_(model: nn.Module, clip_value: float, *, parameters: Iterable[Tensor] | None = None) -> None:
     """Clamp each element of this rank's gradients."""
     named = chosen(model, parameters)
     for parameter in model.parameters():
@@ -71,7 +71,9 @@ def weight_stream(model: nn.Module, *, dtype: torch.dtype | None) -> Iterator[tu
             yield name, _full(cast) if isinstance(cast, DTensor) else cast.clone()
 
 
-def full_state_dict(model: nn.Module, optimizer: Optimizer | None, *, rank0_only: bool) -> dict[str, Any]:
+def full_state_dict(
+    model: nn.Module, optimizer: Optimizer | None = None, *, rank0_only: bool = False
+) -> dict[str, Any]:
     """Return {"model": names → full tensors, "optimizer": names → full states, and groups}. Collective."""
     options = StateDictOptions(full_state_dict=True)
     state: dict[str, Any] = {"model": get_model_state_dict(model, options=options)}
@@ -81,7 +83,7 @@ def full_state_dict(model: nn.Module, optimizer: Optimizer | None, *, rank0_only
 
 
 def load_full_state_dict(
-    model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any], *, from_rank0: bool
+    model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any], *, from_rank0: bool = False
 ) -> None:
     """Load a state of `full_state_dict`, saved under any plan, engine and number of ranks. Collective."""
     check_order(optimizer)

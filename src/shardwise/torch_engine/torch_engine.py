@@ -1,6 +1,6 @@
 """torch's own engines by the protocol."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -103,35 +103,13 @@ class TorchEngine(PlainModel, TrainingEngine):
     def weight_stream(self, model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         return full_state.weight_stream(self.bare(model), dtype=dtype)
 
-    def full_state_dict(
-        self, model: nn.Module, optimizer: Optimizer | None = None, *, rank0_only: bool = False
-    ) -> dict[str, Any]:
-        return full_state.full_state_dict(model, optimizer, rank0_only=rank0_only)
-
-    def load_full_state_dict(
-        self, model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any], *, from_rank0: bool = False
-    ) -> None:
-        full_state.load_full_state_dict(model, optimizer, state, from_rank0=from_rank0)
+    full_state_dict = staticmethod(full_state.full_state_dict)
+    load_full_state_dict = staticmethod(full_state.load_full_state_dict)
 
     # Gradients
 
-    def clip_grad_norm_(
-        self,
-        model: nn.Module,
-        max_norm: float,
-        norm_type: float = 2.0,
-        *,
-        parameters: Iterable[Tensor] | None = None,
-        error_if_nonfinite: bool = False,
-    ) -> Tensor:
-        return full_state.clip_grad_norm_(
-            model, max_norm, norm_type, parameters=parameters, error_if_nonfinite=error_if_nonfinite
-        )
-
-    def clip_grad_value_(
-        self, model: nn.Module, clip_value: float, *, parameters: Iterable[Tensor] | None = None
-    ) -> None:
-        full_state.clip_grad_value_(model, clip_value, parameters=parameters)
+    clip_grad_norm_ = staticmethod(full_state.clip_grad_norm_)
+    clip_grad_value_ = staticmethod(full_state.clip_grad_value_)
 
     def grad_norms(self, model: nn.Module, *, norm_type: float = 2.0) -> dict[str, float]:
         return full_state.grad_norms(self.bare(model), norm_type=norm_type)

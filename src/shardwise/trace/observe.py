@@ -178,6 +178,8 @@ def _ignore_existing(task: TracedTask, batch: Any, *, recorder: OpRecorder) -> i
 class _Marks:
     """Marks the rows of a step when hooks report them. Units that are not traced are called, but have no rows."""
 
+    in_backward = False
+
     def __init__(self, recorder: OpRecorder, *, skipper: Skipper) -> None:
         self.recorder = recorder
         self.skipper = skipper
@@ -199,7 +201,8 @@ class _Marks:
         if not self.skipper.skips(unit):
             self.backward[unit] = most_demanding(backward, self.backward.get(unit, NONE))
 
-    def begin_backward(self) -> None: ...
+    def begin_backward(self) -> None:
+        self.in_backward = True
 
     def before_graph_of_grads(self) -> None: ...
 
@@ -209,7 +212,8 @@ class _Marks:
     def grads_ready(self, unit: str) -> None:
         self._mark(GRADS_READY, unit, 0)
 
-    def end_backward(self) -> None: ...
+    def end_backward(self) -> None:
+        self.in_backward = False
 
     def recompute(self, unit: str) -> None: ...
 

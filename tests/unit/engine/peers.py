@@ -12,7 +12,10 @@ from torch import Tensor
 
 from shardwise.comm.collectives import Work, own_slice
 from shardwise.comm.groups import Group, MeshGroups
+from shardwise.engine.core.core_setting import CoreSetting
+from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
+from shardwise.spec import ROOT, ModelSpec, UnitSpec
 
 
 class Peers:
@@ -111,4 +114,15 @@ def groups_of(mesh: Mesh, *, rank: int) -> MeshGroups:
         replicate=group(mesh.replicate_group(rank)),
         reduce_world=group(tuple(range(mesh.num_ranks))),
         world=group(tuple(range(mesh.num_ranks))),
+    )
+
+
+def setting_of(mesh: Mesh, *, rank: int, peers: Peers, plan: Plan) -> CoreSetting:
+    """The setting of a rank's core, for a model that is of no concern."""
+    return CoreSetting(
+        spec=ModelSpec(name="none", units=(UnitSpec(name=ROOT, class_name="Net"),), call_order=(ROOT,)),
+        plan=plan,
+        groups=groups_of(mesh, rank=rank),
+        collectives=peers.rank(rank),
+        device=torch.device("cpu"),
     )

@@ -25,6 +25,7 @@ class Notes:
         self.calls: dict[str, int] = {}
         self.also: Callable[[str], None] = lambda event: None
         self.ignored: set[str] = set()
+        self.in_backward = False
 
     def awaits(self, unit: str) -> bool:
         return unit not in self.ignored
@@ -46,6 +47,7 @@ class Notes:
 
     def begin_backward(self) -> None:
         self.note("begin backward")
+        self.in_backward = True
 
     def before_backward(self, unit: str, call: int) -> None:
         self.note(f"backward {unit} {call}")
@@ -55,6 +57,7 @@ class Notes:
 
     def end_backward(self) -> None:
         self.note("end backward")
+        self.in_backward = False
 
     def recompute(self, unit: str) -> None:
         self.note(f"recompute {unit}")
@@ -244,10 +247,10 @@ def test_two_forwards_before_one_backward_come_to_each_call_again() -> None:
 
 def test_every_backward_begins_and_ends_once() -> None:
     model = Stack(a=nn.Linear(2, 2), b=nn.Linear(2, 2))
-    notes, hooks = listen(model, "a", "b")
+    notes, _ = listen(model, "a", "b")
     for _ in range(2):
         run(model)
-        assert not hooks.in_backward
+        assert not notes.in_backward
     events = notes.take()
     assert events[: len(events) // 2] == events[len(events) // 2 :]
     assert events.count("begin backward") == events.count("end backward") == 2

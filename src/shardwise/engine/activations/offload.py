@@ -23,8 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwise.engine.activations.recompute import checkpoint_of, is_recomputed, replace_forward, saved_hooks
 from shardwise.engine.activations.saved import Kept, SavedTensor, detach
-from shardwise.engine.core.flat_buffers import unguarded
-from shardwise.engine.core.step_events import StepEvents
+from shardwise.engine.core.parameters import unguarded
 from shardwise.engine.offload.transfer import Lane, lane_of
 from shardwise.program.rules.host import MOST_SAVED, overdue
 from shardwise.torch_internals import torch_private
@@ -222,31 +221,21 @@ class ActivationOffload:
 
     # Steps as graphs
 
-    def listen(self, events: StepEvents) -> Callable[[], None]:
-        """Be ready for steps that are recorded as graphs; return the undo."""
-        pairs = (
-            (events.streams_meet, self._join),
-            (events.recording_begins, self.lane.keep_memory),
-            (events.recording_ended, self._forget),
-        )
-        for event, hear in pairs:
-            event.append(hear)
-
-        def undo() -> None:
-            for event, hear in pairs:
-                event.remove(hear)
-
-        return undo
-
-    def _join(self) -> None:
+    def join(self) -> None:
         """Let the computation wait for all copies, between two passes: those in flight are not needed any more."""
         self.lane.join()
-        self._forget()
+        self.forget_recording()
 
-    def _forget(self) -> None:
+    def begin_recording(self) -> None:
+        self.lane.keep_memory()
+
+    def forget_recording(self) -> None:
         self.lane.forget()
         self._outgoing.clear()
         self._incoming.clear()
+
+    def follow_replay(self) -> None:
+        """Its copies are a part of the graph."""
 
 
 class _Call:

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.engine.activations.saved import Kept, SavedTensor
 from shardwise.engine.activations.selective import Give, Keep, Products
 from shardwise.engine.activations.unit_state import UnitState
-from shardwise.engine.core.flat_buffers import unguarded
+from shardwise.engine.core.parameters import unguarded
 from shardwise.errors import InvalidModel
 from shardwise.torch_internals import torch_private
 

@@ -68,7 +68,7 @@ def capture(
         recorder=StepRecorder(engine, optimizer, stream=device.stream, memory=memory),
         memory=memory,
         group=HostGroup(),
-        must=engine.plan.capture == "on",
+        must=engine.core.followed.plan.capture == "on",
         tell=tell if dist.get_rank() == 0 else lambda line: None,
     )
     return _WithRates(captured, optimizer, engine=engine)  # type: ignore[return-value]
@@ -76,7 +76,7 @@ def capture(
 
 def _why_not(engine: Engine, model: nn.Module, optimizer: Optimizer) -> str | None:
     """Return why no step of this plan is captured ("": no reason to report); None if steps can be captured."""
-    plan = engine.plan
+    plan = engine.core.followed.plan
     if not plan.may_capture_steps or engine.device.type != "cuda":
         return ""
     # A variable may be set for one rank alone.

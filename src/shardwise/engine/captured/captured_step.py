@@ -25,7 +25,7 @@ from shardwise.engine.captured.shared_evaluation import SharedEvaluation
 from shardwise.engine.captured.step_graphs import RecordedStep, StepRecorder
 from shardwise.engine.captured.step_key import StepInputs, StepKey, flatten_inputs, optimizer_key, step_key
 from shardwise.engine.captured.step_memory import STEPS, StepMemory
-from shardwise.engine.core.step_events import announce, heard_by
+from shardwise.engine.core.step_events import heard_by
 from shardwise.engine.engine import Engine
 from shardwise.engine.graphs.python_state import PythonState
 from shardwise.engine.graphs.reads import NotCaptured
@@ -90,7 +90,7 @@ class CapturedStep:
         self._must = must
         self._tell = tell
         self._store: GraphStore[RecordedStep] = GraphStore()
-        self._parameters = [parameter for flat in engine.flats for parameter in flat.params]
+        self._parameters = [parameter for flat in engine.core.flats for parameter in flat.params]
         self._optimizer_key: tuple[Any, ...] = ()
         self._num_steps = 0
         # Ordinary steps without, and with, a compilation.
@@ -117,12 +117,12 @@ class CapturedStep:
         self._recorder.forget_samples()
         self._ordinary_seconds.clear()
         self._replay_seconds.clear()
-        why = self._engine.plan.why_not_captured()
+        why = self._engine.core.followed.plan.why_not_captured()
         if why and not self.stopped:
             self._stop(why)
 
     def __call__(self, *inputs: Any) -> Any:
-        self._engine.core.passes.check_values("a step")
+        self._engine.core.setting.passes.check_values("a step")
         self._num_steps += 1
         self.report = StepReport()
         self._evaluation.leave()
@@ -133,7 +133,8 @@ class CapturedStep:
         if self.stopped:
             return self._ordinary(inputs)
         # The graphs assume that nothing of an earlier step is in flight.
-        announce(self._engine.core.events.streams_meet)
+        for beside in self._engine.core.setting.beside:
+            beside.join()
         flattened = flatten_inputs(inputs)
         history, proposal, why = self._propose(flattened)
         # Ranks whose proposals differ all run an ordinary step.
@@ -149,7 +150,7 @@ class CapturedStep:
 
     def _propose(self, inputs: StepInputs) -> tuple[KeyHistory[RecordedStep] | None, int, str]:
         """Return the history of the step's key, this rank's proposal, and its reason against capturing ("": none)."""
-        if self._engine.tape.recording or self._holds_grads():
+        if self._engine.core.setting.tape.recording or self._holds_grads():
             return None, _ORDINARY, ""
         settled = optimizer_key(self._optimizer)
         if settled != self._optimizer_key:
@@ -175,13 +176,13 @@ class CapturedStep:
             inputs,
             device=self._engine.device,
             parameters=self._parameters,
-            passes=self._engine.core.passes,
+            passes=self._engine.core.setting.passes,
             state=self._state,
         )
 
     def _holds_grads(self) -> bool:
         """Return whether there are gradients of an earlier backward, which would be part of the step."""
-        return self._engine.core.holds_grads or any(flat.has_grads() for flat in self._engine.flats)
+        return self._engine.core.executor.holds_grads or any(flat.master.has_grads for flat in self._engine.core.flats)
 
     # Ordinary steps
 
@@ -331,7 +332,8 @@ class CapturedStep:
             self._engine.guards.same_order.read()
             self._engine.guards.replicas.count_step()
             graph.replay_update()
-            announce(self._engine.core.events.update_replayed)
+            for beside in self._engine.core.setting.beside:
+                beside.follow_replay()
             PROGRESS.end_step()
             self.report.captured = True
             result = graph.take_result()
@@ -352,10 +354,10 @@ class CapturedStep:
         samples = stored.graph.sample_grads()
         stored.graph.undo()
         comparison = GradientComparison(samples, self._recorder.owned_grads)
-        with heard_by((self._engine.core.events.gradients_asked, comparison.passes_are_over)):
+        with heard_by((self._engine.core.setting.events.gradients_asked, comparison.passes_are_over)):
             result = self._ordinary(inputs)
         distance = max(self._group.gather(comparison.distance))
-        if distance > most_distance(flat.compute_dtype for flat in self._engine.flats):
+        if distance > most_distance(flat.compute_dtype for flat in self._engine.core.flats):
             self._stop(
                 f"replayed gradients differ from those of the same step run as an ordinary one by {distance:.1%}"
             )

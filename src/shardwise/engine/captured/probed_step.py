@@ -50,7 +50,7 @@ class ProbedStep:
         values, drawn, offset = self._state.values(), generators(), self._device.random_offset()
         tensors = self._state.tensors()
         before = versions(tensors)
-        events = self._engine.core.events
+        events = self._engine.core.setting.events
         began = self._device.settled_seconds()
         with CompileClock() as clock, self._device.noting_waits() as waits, noting_reads(self._device.type) as noted:
             heard = (
@@ -105,7 +105,7 @@ class ProbedStep:
         return f"the step writes into {host[0]}, which lies in host memory" if host else ""
 
     def _random_recompute(self, offset: int) -> str:
-        plan, units = self._engine.plan, self._engine.core.units
+        plan, units = self._engine.core.followed.plan, self._engine.core.units
         recomputes = bool(plan.tile) or any(plan.recompute_of(name) != "none" for name in units)
         if not recomputes or self._device.random_offset() == offset:
             return ""

@@ -28,7 +28,7 @@ from shardwise.engine.captured.replayed_grads import sampled
 from shardwise.engine.captured.step_key import StepInputs
 from shardwise.engine.captured.step_memory import StepMemory
 from shardwise.engine.captured.written_tensors import WrittenTensors
-from shardwise.engine.core.step_events import announce, heard_by
+from shardwise.engine.core.step_events import heard_by
 from shardwise.engine.engine import Engine
 from shardwise.engine.graphs.graph_fills import fill_by_kernels
 from shardwise.engine.graphs.reads import NotCaptured, Read, assuming_reads, hidden_capture, in_one_line
@@ -76,7 +76,8 @@ class StepRecorder:
         recorded = RecordedStep(self, leaves=leaves, written=written, guarded=guarded, early=early)
         # What an earlier step has started is not part of the graph.
         self.meet()
-        announce(self.engine.core.events.recording_begins)
+        for beside in self.engine.core.setting.beside:
+            beside.begin_recording()
         gc.collect()
         torch.cuda.synchronize(self.engine.device)
         torch.cuda.empty_cache()
@@ -99,7 +100,7 @@ class StepRecorder:
 
     @contextmanager
     def _recording(self, recorded: "RecordedStep", reads: Sequence[Read]) -> Iterator[None]:
-        events = self.engine.core.events
+        events = self.engine.core.setting.events
         self.memory.is_recording = True
         try:
             with (
@@ -118,16 +119,18 @@ class StepRecorder:
                 yield
         finally:
             self.memory.is_recording = False
-            announce(events.recording_ended)
+            for beside in self.engine.core.setting.beside:
+                beside.forget_recording()
 
     def meet(self) -> None:
         """Let the computation wait for everything that runs at the same time."""
         self.engine.core.wait_gathers()
-        announce(self.engine.core.events.streams_meet)
+        for beside in self.engine.core.setting.beside:
+            beside.join()
 
     def owned_grads(self) -> list[Tensor | None]:
         """Return the gradients that the update will use on this rank."""
-        return [part.parameter.grad for flat in self.engine.flats for part in flat.owned]
+        return [part.parameter.grad for flat in self.engine.core.flats for part in flat.master.owned]
 
     def forget_samples(self) -> None:
         """Drop the samples: gradients have other sizes from now on."""
@@ -208,7 +211,9 @@ class RecordedStep:
         if self._capturing is not self._update:
             raise NotCaptured("the step does not call optimizer.step()")
         self._recorder.meet()
-        if self._recorder.engine.core.holds_grads or any(grad is not None for grad in self._recorder.owned_grads()):
+        if self._recorder.engine.core.executor.holds_grads or any(
+            grad is not None for grad in self._recorder.owned_grads()
+        ):
             raise NotCaptured("the step leaves gradients behind: call optimizer.zero_grad() at its end")
         self._end()
 
@@ -244,7 +249,7 @@ class RecordedStep:
         if self._sent or not self._guarded:
             return
         self._sent = True
-        group = self._recorder.engine.groups.world
+        group = self._recorder.engine.core.setting.groups.world
         side = self._recorder._side
         with torch.cuda.stream(self._recorder.stream), torch.no_grad():
             work = dist.all_reduce(self._flag, group=group.handle, async_op=True) if group.size > 1 else None

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from shardwise.engine.core.flat_buffers import unguarded
+from shardwise.engine.core.parameters import unguarded
 from shardwise.engine.core.pass_state import PassState
 from shardwise.engine.graphs.python_state import PLAIN, PythonState, Values
 from shardwise.engine.graphs.reads import NotCaptured

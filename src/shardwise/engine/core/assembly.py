@@ -43,44 +43,20 @@ def make_units(model: nn.Module, *, setting: CoreSetting) -> dict[str, Unit]:
             )
             for flat in flat_specs(unit, plan=plan)
         ]
-        units[unit.name] = make_unit(
-            unit.name, module=modules[unit.name], placement=placement, flats=flats, setting=setting
-        )
+        units[unit.name] = Unit(unit.name, module=modules[unit.name], placement=placement, flats=flats, setting=setting)
     for made in units.values():
         for flat in made.flats:
             flat.lay_out()
     return units
 
 
-def make_unit(
-    name: str, *, module: nn.Module, placement: Placement, flats: list[FlatParams], setting: CoreSetting
-) -> Unit:
-    """Make a unit that holds these buffers."""
-    return Unit(
-        name,
-        module=module,
-        placement=placement,
-        flats=flats,
-        tape=setting.tape,
-        events=setting.events,
-        from_root=setting.spec.unit(name).from_root,
-    )
-
-
 def make_flat(
     params: list[nn.Parameter], *, unit: str, spec: FlatSpec, placement: Placement, setting: CoreSetting
 ) -> FlatParams:
     """Make an empty buffer for these parameters of a unit; `lay_out` comes next."""
-    return FlatParams(
-        params,
-        spec=spec,
-        placement=placement,
-        device=setting.device,
-        groups=setting.groups,
-        collectives=setting.collectives,
-        alignment=setting.alignment,
-        host=setting.host if has_states_on_host(unit, plan=setting.plan, placement=placement) else None,
-    )
+    on_host = has_states_on_host(unit, plan=setting.plan, placement=placement)
+    host = setting.host if on_host else None
+    return FlatParams(params, spec=spec, placement=placement, setting=setting, host=host)
 
 
 def make_core(

@@ -5,8 +5,6 @@ with a second axis is summed over that too, while backward continues. In an accu
 adds to what it holds.
 """
 
-from collections.abc import Set as AbstractSet
-
 import torch
 from torch import Tensor
 
@@ -14,6 +12,7 @@ from shardwise.comm.collectives import DONE
 from shardwise.comm.issued import CollectiveName
 from shardwise.engine.core.core_setting import CoreSetting
 from shardwise.engine.core.flat import FlatParams
+from shardwise.engine.core.precision import torch_dtype
 from shardwise.engine.core.segment import Segment
 from shardwise.engine.core.step_events import announce
 from shardwise.engine.core.unit import Unit
@@ -29,23 +28,20 @@ class ReduceBucket:
         self._reduces = CollectiveName(f"{Kind.REDUCE.value} {bucket.name}")
         self._reduces_slice = CollectiveName(f"{Kind.REDUCE_SLICE.value} {bucket.name}")
         self.units = units
-        self.groups, self.collectives = setting.groups, setting.collectives
-        self.tape, self.passes = setting.tape, setting.passes
-        self._memory, self._events = setting.gradient_memory, setting.events
+        self._setting = setting
         self.sharded = units[0].placement.grads is SHARDED
         # Whether slices are summed over a second axis of the mesh too.
-        self.crosses = self.sharded and self.groups.replicate.size > 1
-        self.scale = 1 / self.groups.mesh.num_ranks
+        self.crosses = self.sharded and self._setting.groups.replicate.size > 1
+        self._num_ranks = setting.groups.mesh.num_ranks
+        self.scale = 1 / self._num_ranks
         self.segments: list[Segment] = []
-        # Where the gradients of each unit go.
-        self._places: dict[str, list[tuple[FlatParams, Segment]]] = {
-            unit.name: [
-                (flat, segment)
-                for flat in unit.trained_flats
-                if (segment := self._segment_for(flat, dtype=flat.reduce_dtype)) is not None
-            ]
-            for unit in units
-        }
+        # Where the gradients of each unit go, and what the tape calls that.
+        self._places: dict[str, tuple[str, list[tuple[FlatParams, Segment]]]] = {}
+        for unit in units:
+            dtypes = ((flat, torch_dtype(flat.spec.reduce_dtype)) for flat in unit.trained_flats)
+            segments = ((flat, self._segment_for(flat, dtype=dtype)) for flat, dtype in dtypes)
+            places = [(flat, segment) for flat, segment in segments if segment is not None]
+            self._places[unit.name] = (bucket.taken_as(unit.name), places)
 
     def _segment_for(self, flat: FlatParams, *, dtype: torch.dtype) -> Segment | None:
         """Sharded gradients are cut into slices flat by flat; replicated ones of a dtype go together.
@@ -66,8 +62,8 @@ class ReduceBucket:
             name=f"{self.name} {len(self.segments)}",
             dtype=dtype,
             is_freed=self.sharded,
-            group=self.groups.reduce,
-            memory=self._memory,
+            group=self._setting.groups.reduce,
+            memory=self._setting.gradient_memory,
             piece=piece,
         )
         self.segments.append(segment)
@@ -75,138 +71,74 @@ class ReduceBucket:
 
     def take_grads(self, unit: Unit) -> None:
         """Move a unit's gradients into the buffer; a parameter without one counts as zero."""
-        unit.grads.closed = True
-        weight = self.passes.weight(num_ranks=self.groups.mesh.num_ranks)
+        unit.grads.close()
+        weight = self._setting.passes.weight(num_ranks=self._num_ranks)
         used = unit.grads.expected
-        for flat, segment in self._places[unit.name]:
+        taken_as, places = self._places[unit.name]
+        for flat, segment in places:
             without = segment.take(flat, weight=weight)
             used = used.difference(without) if without else used
         if weight and self.bucket.is_last:
             # By what autograd left: it also comes to parameters for which an autograd.Function returned None.
-            unit.used |= used
-        self.tape.record(Kind.TAKE_GRADS, self.bucket.taken_as(unit.name))
+            unit.note_used(used)
+        self._setting.tape.record(Kind.TAKE_GRADS, taken_as)
 
-    def keep(self) -> None:
-        """Leave the gradients in the buffer for a later pass."""
-        for segment in self.segments:
-            segment.holds = True
-
-    @property
-    def holds(self) -> bool:
-        return any(segment.holds for segment in self.segments)
-
-    def forget(self, names: AbstractSet[str]) -> None:
-        """Clear what is held for the parameters of these names; with all of them, the buffer goes."""
-        for segment in self.segments:
-            if not segment.holds:
-                continue
-            for flat in segment.flats:
-                for index, _, view in segment.places(flat):
-                    if flat.names[index] in names:
-                        view.zero_()
-            if all(name in names for flat in segment.flats for name in flat.names):
-                segment.holds = False
-                segment.release()
-
-    def add_held(self, held: dict[int, Tensor]) -> None:
-        """Add what is held for each parameter, by id; of a piece, to a tensor that all pieces fill."""
-        for segment in self.segments:
-            for flat in segment.flats if segment.holds else ():
-                if segment.piece is not None and not segment.piece.start:
-                    sizes = zip(flat.params, flat.layout.shapes, strict=True)
-                    held |= {id(p): torch.empty(shape, dtype=segment.dtype, device=flat.device) for p, shape in sizes}
-                for index, part, view in segment.places(flat):
-                    key = id(flat.params[index])
-                    if part is None:
-                        held[key] = view
-                    else:
-                        held[key].view(-1)[part] = view
-
-    def discard(self) -> None:
-        """Give up the buffers: the bucket is not used any more."""
-        for segment in self.segments:
-            segment.discard()
-
-    def hold(self, held: dict[int, Tensor]) -> None:
-        """Take over what another bucket has held."""
-        for segment in self.segments:
-            for flat in segment.flats:
-                for index, part, view in segment.places(flat):
-                    key = id(flat.params[index])
-                    view.copy_(held.pop(key) if part is None else held[key].reshape(-1)[part])
-                if segment.piece is not None and segment.piece.is_last:
-                    for parameter in flat.params:
-                        del held[id(parameter)]
-        self.keep()
-
-    def start(self) -> None:
-        """Sum over the ranks."""
-        group = self.groups.reduce if self.sharded else self.groups.reduce_world
-        group.log.name = self._reduces
+    def start(self, *, is_local: bool = False) -> None:
+        """Sum over the ranks; `is_local`: over a group of one rank, where the sums are there."""
+        collectives, groups = self._setting.collectives, self._setting.groups
+        group = groups.reduce if self.sharded else groups.reduce_world
+        if not is_local:
+            group.log.name = self._reduces
         for segment in self.segments:
             buffer = segment.buffer
             assert buffer is not None
-            if self.sharded:
-                segment.work = self.collectives.reduce_scatter(buffer, group=group, own=segment.own)
+            if is_local:
+                segment.begin(DONE)
+            elif self.sharded:
+                segment.begin(collectives.reduce_scatter(buffer, group=group, own=segment.own))
             else:
-                segment.work = self.collectives.all_reduce(buffer, group=group)
-        self.tape.record(Kind.REDUCE, self.name, self._num_bytes)
-
-    def start_locally(self) -> None:
-        """Sum over a group of one rank: the sums are there."""
-        for segment in self.segments:
-            segment.work = DONE
-        self.tape.record(Kind.REDUCE, self.name, self._num_bytes)
+                segment.begin(collectives.all_reduce(buffer, group=group))
+        self._setting.tape.record(Kind.REDUCE, self.name, self._num_bytes)
 
     def finish(self) -> None:
         """Wait for the sums, average them, and give each owner its gradient, unless its slice is to cross first."""
         for segment in self.segments:
-            segment.wait()
-            segment.holds = False
+            segment.finish()
             if not self.sharded:
                 self._deliver_whole(segment)
             elif not self.crosses:
                 self._deliver_slice(segment, segment.own)
-        self.tape.record(Kind.WAIT_REDUCE, self.name, self._num_bytes)
+        self._setting.tape.record(Kind.WAIT_REDUCE, self.name, self._num_bytes)
 
     def start_slice(self) -> None:
         """Sum this rank's slice over `replicate`: a copy of it, so that the buffer can go meanwhile."""
-        self.groups.replicate.log.name = self._reduces_slice
+        self._setting.groups.replicate.log.name = self._reduces_slice
         for segment in self.segments:
-            assert segment.own is not None
-            mine = segment.own.clone()
-            segment.release()
-            segment.buffer = mine
-            segment.work = self.collectives.all_reduce(mine, group=self.groups.replicate)
-        self.tape.record(Kind.REDUCE_SLICE, self.name, self._slice_bytes)
+            segment.begin(
+                self._setting.collectives.all_reduce(segment.take_slice(), group=self._setting.groups.replicate)
+            )
+        self._setting.tape.record(Kind.REDUCE_SLICE, self.name, self._slice_bytes)
 
     def finish_slice(self) -> None:
         """Wait for the sum of the slice, average it, and give it to its owner."""
         for segment in self.segments:
-            segment.wait()
+            segment.finish()
             (flat,) = segment.flats
             assert segment.buffer is not None
             if segment.piece is not None:
                 self._deliver_slice(segment, segment.buffer)
                 continue
             # The slice is a copy already: in the dtype of the gradients it becomes them.
-            flat.add_grads(segment.buffer.to(flat.master_dtype).mul_(self.scale))
+            flat.grads.add(segment.buffer.to(flat.master_dtype).mul_(self.scale))
             segment.release()
-            announce(self._events.grads_averaged, flat)
-        self.tape.record(Kind.WAIT_SLICE, self.name, self._slice_bytes)
+            announce(self._setting.events.grads_averaged, flat)
+        self._setting.tape.record(Kind.WAIT_SLICE, self.name, self._slice_bytes)
 
     def _num_bytes(self) -> int:
         return sum(segment.num_bytes for segment in self.segments)
 
     def _slice_bytes(self) -> int:
-        return self._num_bytes() // self.groups.reduce.size
-
-    def drop(self) -> None:
-        """Drop a reduction that a backward that raised has left, once it no longer writes."""
-        for segment in self.segments:
-            if segment.work is not None:
-                segment.wait()
-            segment.drop()
+        return self._num_bytes() // self._setting.groups.reduce.size
 
     def _deliver_slice(self, segment: Segment, sums: Tensor | None) -> None:
         """Give a flat the average of its slice: a copy, so that the buffer can be freed.
@@ -215,22 +147,22 @@ class ReduceBucket:
         """
         (flat,), piece = segment.flats, segment.piece
         assert sums is not None
-        average = flat.shared.average
+        average = flat.grads.begun
         if average is None:
             size = flat.layout.slice_elements
-            average = self._memory.empty(segment.name, size, dtype=flat.master_dtype, device=sums.device)
+            average = self._setting.gradient_memory.empty(
+                segment.name, size, dtype=flat.master_dtype, device=sums.device
+            )
         part = average if piece is None else average[piece.start : piece.stop]
         if flat.master_dtype == segment.dtype:
             torch.mul(sums, self.scale, out=part)
         else:
             part.copy_(sums).mul_(self.scale)
         is_complete = piece is None or piece.is_last
-        flat.shared.average = None if is_complete else average
-        if is_complete:
-            flat.add_grads(average)
+        flat.grads.add(average) if is_complete else flat.grads.begin(average)
         segment.release()
         if is_complete:
-            announce(self._events.grads_averaged, flat)
+            announce(self._setting.events.grads_averaged, flat)
 
     def _deliver_whole(self, segment: Segment) -> None:
         assert segment.buffer is not None
@@ -238,7 +170,7 @@ class ReduceBucket:
             segment.buffer.mul_(self.scale)
         for flat, part, views in zip(segment.flats, segment.parts(), segment.gradients(), strict=True):
             if flat.master_dtype == segment.dtype:
-                flat.add_grads(part, views=views)
+                flat.grads.add(part, views=views)
             else:
-                flat.add_grads(part.to(flat.master_dtype))
+                flat.grads.add(part.to(flat.master_dtype))
         segment.release()

@@ -1,266 +1,288 @@
-"""The core as everything else sees it: a model's units, its steps, and what may be asked of both.
+"""The core: what happens in the steps of a model → the rows of its program.
 
-Guards, captured steps, changes of the plan and the functions for a prepared model use these methods and the events
-(step_events.py). How a step is run (runner.py) is the core's own.
+It listens to the model's hooks (program/hooks.py) and moves the cursor through the program (program/run.py), whose
+rows the executor does on tensors. Which program that is says followed_program.py.
+
+Guards, captured steps, changes of the plan and the functions for a prepared model use its methods, those of its parts,
+and the events (step_events.py).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine.core.bucket import ReduceBucket
+from shardwise.comm.rank_progress import BACKWARD, FORWARD, PROGRESS
+from shardwise.engine.core import step_errors
+from shardwise.engine.core.broadcast import broadcast_buffers
 from shardwise.engine.core.core_setting import CoreSetting
-from shardwise.engine.core.evaluation_gathers import EvaluationGathers
-from shardwise.engine.core.executor import MakeAction
 from shardwise.engine.core.flat import FlatParams
-from shardwise.engine.core.flat_buffers import refresh
-from shardwise.engine.core.part_calls import PartCalls
-from shardwise.engine.core.pass_state import PassState
+from shardwise.engine.core.followed_program import FollowedProgram
 from shardwise.engine.core.precision import attach_casts
-from shardwise.engine.core.root_reads import lend
-from shardwise.engine.core.runner import Runner
-from shardwise.engine.core.step_events import StepEvents, announce
+from shardwise.engine.core.second_order import leave_to_autograd
+from shardwise.engine.core.step_events import announce
+from shardwise.engine.core.step_state import Move, Phase, StepState
 from shardwise.engine.core.unit import Unit
-from shardwise.engine.core.used import FlagRider
 from shardwise.engine.fp8.layer_classes import multiply_in_fp8
-from shardwise.plan import Plan
-from shardwise.plan.placement import SHARDED
-from shardwise.program import Kind, Operation, Row, StepProgram, Trigger
-from shardwise.program.rules.demand import edited, released
-from shardwise.spec import ROOT, ModelSpec
+from shardwise.program import Trigger
+from shardwise.program.hooks import StepHooks
+from shardwise.spec import ROOT, UNANNOUNCED, ModelSpec
 
 
 class Core:
-    """Trains one model under one plan. A change of the plan makes another core."""
+    """Trains one model under one plan. A change of the plan makes another core.
+
+    state      where the step stands
+    followed   the program of its steps
+    """
 
     def __init__(self, model: nn.Module, *, units: dict[str, Unit], setting: CoreSetting) -> None:
         self.model, self.units, self.setting = model, units, setting
-        self._runner = Runner(units, setting=setting)
+        self.root = units[ROOT]
+        self.state = StepState()
+        self.followed = FollowedProgram(units, broadcast_buffers=self._broadcast_buffers, setting=setting)
+        self.executor, self.cursor = self.followed.executor, self.followed.cursor
+        self.evaluation = self.followed.evaluation
+        # In backward the cursor itself is what the hooks call.
+        self.before_backward, self.grads_ready = self.cursor.before_backward, self.cursor.grads_ready
+        modules = {unit: unit.module for unit in units.values()}
+        self.hooks: StepHooks[Unit] = StepHooks(modules, listener=self, on_first_grad=Unit.check_first_grad)
         for unit in units.values():
-            if unit.from_root and unit.sharded:
-                unit.lend = partial(lend, self._runner, unit)
-        self._handles: list[Any] = []
+            is_lent = unit.from_root and unit.sharded
+            unit.listen(self.hooks.grads[unit], lend=partial(self._lend, unit) if is_lent else bool)
         self._undo: list[Callable[[], None]] = []
-
-    # What it is
-
-    @property
-    def plan(self) -> Plan:
-        """The plan that is run: the user's, with the matrices that optimizers need unsharded."""
-        return self._runner.plan
-
-    @property
-    def spec(self) -> ModelSpec:
-        """The spec as the steps have shown it."""
-        return self._runner.spec
-
-    @property
-    def program(self) -> StepProgram:
-        return self._runner.cursor.program
 
     @property
     def flats(self) -> list[FlatParams]:
         return [flat for unit in self.units.values() for flat in unit.flats]
 
     @property
-    def events(self) -> StepEvents:
-        return self.setting.events
-
-    @property
-    def passes(self) -> PassState:
-        return self.setting.passes
-
-    @property
-    def evaluation(self) -> EvaluationGathers:
-        return self._runner.evaluation
-
-    @property
-    def buckets(self) -> dict[str, ReduceBucket]:
-        return self._runner.executor.buckets
-
-    @property
-    def flags(self) -> Tensor:
-        """The flags of used parameters."""
-        return self._runner.flags.flags
-
-    @property
-    def any_sharded(self) -> bool:
-        """Whether parameters of any unit are sharded."""
-        return self._runner.any_sharded
-
-    @property
-    def generates_together(self) -> bool:
-        """Whether a rank that is done with its part of an evaluation has to continue until all ranks are."""
-        return self.any_sharded and self.evaluation.agreed is None
-
-    @property
-    def limit_seconds(self) -> float:
-        """Seconds that this rank waits for the others where it leaves the program."""
-        return self._runner.limit_seconds
-
-    @limit_seconds.setter
-    def limit_seconds(self, seconds: float) -> None:
-        self._runner.limit_seconds = seconds
-
-    # Where it stands
-
-    @property
-    def learned(self) -> bool:
-        """Whether the order of the units is known."""
-        return self._runner.learned
-
-    @property
-    def is_in_step(self) -> bool:
-        """Whether a forward has run whose backward is not over."""
-        return self._runner.is_in_step
-
-    @property
-    def holds_grads(self) -> bool:
-        """Whether gradients are summed on this rank alone, for a later backward to reduce."""
-        return self._runner.executor.holds_grads
-
-    def upcoming(self, *, restarts: bool) -> tuple[Operation, ...]:
-        """Return the operations of the next row of the program; with `restarts`, of a new step."""
-        return self._runner.cursor.upcoming(restarts=restarts)
+    def in_backward(self) -> bool:
+        return self.state.phase is Phase.BACKWARD
 
     # Attaching
 
     def attach(self) -> None:
         """Listen to the model."""
-        self._handles = attach_casts(self.model, plan=self.plan)
+        self.hooks.handles.extend(attach_casts(self.model, plan=self.followed.plan))
         self._multiply_in_fp8()
-        self._runner.hooks.attach()
+        self.hooks.attach()
 
     def _multiply_in_fp8(self) -> None:
-        self._multiply_as_before()
         gathered = {
-            flat.names[index]: (weight, self._runner.executor.scales.inverses[flat.names[index]])
+            flat.names[index]: (weight, self.executor.scales.inverses[flat.names[index]])
             for flat in self.flats
-            if flat.fp8 is not None
-            for index, weight in flat.fp8.weights.items()
+            if flat.full.fp8 is not None
+            for index, weight in flat.full.fp8.weights.items()
         }
-        self._undo = multiply_in_fp8(self.model, spec=self.spec, plan=self.plan, gathered=gathered)
+        self._undo = multiply_in_fp8(self.model, spec=self.followed.spec, plan=self.followed.plan, gathered=gathered)
 
-    def _multiply_as_before(self) -> None:
+    def detach(self) -> None:
+        """Listen to the model no more."""
+        self.hooks.detach()
         for undo in self._undo:
             undo()
         self._undo = []
 
-    def detach(self) -> None:
-        """Listen to the model no more."""
-        self._runner.hooks.detach()
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        self._multiply_as_before()
+    # Another program
 
-    @property
-    def handles(self) -> list[Any]:
-        """The hooks on the model's modules."""
-        return [*self._handles, *self._runner.hooks.handles]
+    def relearn(self, spec: ModelSpec) -> None:
+        """Follow a spec whose units hold other buffers: the next step is a first one."""
+        # No backward will come of a forward that was computed with the old buffers.
+        self.state = StepState()
+        self.followed.relearn(spec)
 
-    def add_operation(self, kind: Kind, make_action: MakeAction) -> None:
-        """Run operations of a kind that the core does not know."""
-        self._runner.executor.others[kind] = make_action
+    def resume(self, before: "Core") -> None:
+        """Continue where the core of another plan has stopped, between two passes. Both have the same parameters."""
+        self.state = before.state
+        self.followed.resume(before.followed)
 
-    def carry(self, rider: FlagRider) -> None:
-        """Let `rider` use the first flag of used parameters."""
-        self._runner.flags.carry(rider)
+    # Forward
 
-    def calls_of_parts(self) -> AbstractContextManager[None]:
-        """Let code that runs backward by itself call parts of the model, inside a block."""
-        return PartCalls(self._runner).watched()
+    def before_forward(self, unit: Unit) -> int:
+        if unit is self.root:
+            self._begin()
+        first = self.executor.first
+        call = first.note_call(unit) if first else self.cursor.call_of(unit.name, after=unit.last_call)
+        self.cursor.before_forward(unit, call)
+        unit.note_call(call)
+        return call
 
-    def announce(self, loss: Tensor) -> None:
+    def _begin(self) -> None:
+        """Begin a step. What the last one left undone (a backward that raised, or none) is dropped."""
+        self.setting.passes.check_values("a forward that trains")
+        self.evaluation.end()
+        if self.in_backward and self.executor.can_undo_grads:
+            self._drop_backward()
+        begun = self.state.after(Move.FORWARD)
+        PROGRESS.phase = FORWARD
+        PROGRESS.evaluated = 0
+        announce(self.setting.events.pass_begins, self.followed.learned)
+        self.executor.drop_reduces()
+        self.executor.end_first_forward()
+        self.cursor.restart()
+        self.state = begun
+        for unit in self.units.values():
+            unit.begin(continues=begun.forwards > 1)
+        self.followed.begin_forward()
+
+    def _broadcast_buffers(self) -> None:
+        """Send rank 0's buffers, but not between two forwards of one backward: autograd may have saved the old ones."""
+        if self.state.forwards <= 1:
+            broadcast_buffers(self.model, setting=self.setting)
+
+    def awaits(self, unit: Unit) -> bool:
+        """Return whether to await a unit's backward; without sharding, only to hide averages in `p.grad` from it."""
+        is_observed = self.cursor.learns or self.setting.tape.recording
+        return is_observed or self.followed.any_sharded or unit.shows_grads or unit is self.root
+
+    def after_forward(self, unit: Unit, *, backward: str) -> None:
+        if unit is self.root and not self.state.forwards:
+            # Its backward has run inside of it.
+            return
+        if backward == UNANNOUNCED and unit.sharded and not unit.from_root:
+            unit.warn_unannounced()
+        spec = self.followed.spec
+        if self.executor.first is not None:
+            self.executor.first.note_backward(unit, backward)
+        elif backward == UNANNOUNCED and spec.unit(unit.name).backward != UNANNOUNCED and unit is not self.root:
+            # The program does not expect it: the unit stays gathered until backward is over.
+            return
+        self.cursor.reach(Trigger.AFTER_FORWARD, unit.name, unit.last_call)
+        if unit is self.root:
+            self.executor.end_first_forward()
+
+    def announce_loss(self, loss: Tensor) -> None:
         """Let the backward of the forward that has run begin at `loss`, before parameters that only the loss uses."""
-        if self._runner.forwards and loss.grad_fn is not None:
-            self._runner.hooks.announce_outputs(loss, self._runner.root)
+        if self.state.forwards and loss.grad_fn is not None:
+            self.hooks.announce_outputs(loss, self.root)
 
-    # Around an update
-
-    def before_step(self) -> None:
-        self._runner.before_step()
-
-    def after_step(self, *, others: AbstractSet[str] = frozenset()) -> None:
-        self._runner.after_step(others=others)
-
-    def wait_gathers(self) -> None:
-        """Wait for everything that is being gathered."""
-        self._runner.wait_gathers()
-
+    # Outside of inference mode: a tensor that the engine makes here may be written in a later step.
+    @torch.inference_mode(mode=False)
+    @torch.no_grad()
     def without_gradients(self, unit: Unit, *, begins: bool) -> None:
-        """Begin or end a forward of a unit under no_grad that its own hooks do not see."""
-        self._runner.without_gradients(unit, begins=begins)
+        """Begin or end a forward that is no part of a step (evaluation_gathers.py)."""
         if begins:
-            self.evaluation.leave_order()
+            self.setting.passes.check_memory("a forward")
+            if unit is self.root:
+                announce(self.setting.events.evaluation_begins)
+            self.evaluation.begin(unit)
+        else:
+            self.evaluation.end_call(unit)
 
-    def land(self) -> None:
-        """Wait for gradients that are on their way to host memory."""
+    def _lend(self, unit: Unit) -> bool:
+        """Make a unit out of the root readable outside of its forward, if the root is; return whether that is so.
+
+        As `F.linear(hidden, model.head.weight)` in a fused loss reads a head: in the root it would be there. A read
+        before any call is a call of the unit. How backward comes to it is not known, so it stays gathered until
+        backward is over. After the first step the program has the call, and gathers ahead of it.
+        """
+        first = self.executor.first
+        if self.in_backward:
+            self.followed.serve(unit)
+        elif not self.state.forwards:
+            return self.evaluation.lend(unit)
+        elif first is not None and unit.calls:
+            # From now on it stays gathered after the call that it had.
+            first.note_backward(unit, UNANNOUNCED)
+            first.want(unit)
+            self.followed.serve(unit)
+        else:
+            self.before_forward(unit)
+            self.after_forward(unit, backward=UNANNOUNCED)
+        return True
+
+    # Backward
+
+    def begin_backward(self) -> None:
+        if torch.is_grad_enabled():
+            raise step_errors.graph_in_grads()
+        begun, passes = self.state.after(Move.BACKWARD), self.setting.passes
+        PROGRESS.phase = BACKWARD
+        if self.executor.first is not None:
+            self.followed.learn(self.executor.first)
+        if not passes.accumulating:
+            announce(self.setting.events.last_backward_begins)
+        # Buckets that change from step to step hold nothing for the next.
+        followed, plan = self.followed, self.followed.plan
+        reduces = not passes.accumulating or plan.accumulate_reduced or plan.dynamic
+        # Autograd goes back through a forward in reverse, so a unit whose row is passed has all the gradients that it
+        # will get; unless two forwards are under way. Where nothing is sharded no gather waits for it.
+        in_order = self.state.forwards <= 1 and not passes.by_parts if followed.any_sharded else None
+        keeping = None if reduces else partial(followed.build, reduces=False)
+        self.cursor.begin_backward(in_order=in_order, keeping=keeping)
+        for unit in self.units.values():
+            unit.begin_backward()
+        self.state = begun
+
+    def before_graph_of_grads(self) -> None:
+        leave_to_autograd(self.units.values())
+
+    def recompute(self, unit: Unit) -> None:
+        if torch.is_grad_enabled() and not unit.calls:
+            # Its forward ran without gradients, so nothing of the program knows of it.
+            raise step_errors.reentrant_recompute(unit.name)
+        self.followed.serve(unit)
+
+    def end_backward(self) -> None:
+        self.cursor.end_backward()
+        for unit in self.units.values():
+            unit.free()
+        self.executor.keep_grads() if self.cursor.keeps else self.executor.flags.settle()
         self.setting.land()
+        for unit in self.units.values():
+            unit.restore_grads()
+            unit.end_backward()
+        self.state = self.state.after(Move.BACKWARD_ENDS)
+
+    def _drop_backward(self) -> None:
+        """Drop what a backward that raised has left: a part of a gradient."""
+        self.executor.drop_reduces()
+        for unit in self.units.values():
+            unit.undo_grads()
+        self.hooks.close()
+        self.state = self.state.after(Move.DROP)
 
     def forget_grads(self, names: AbstractSet[str], *, drop: bool) -> None:
         """Clear the gradients of these parameters; with `drop`, also those that are reduced."""
-        self._runner.forget_grads(names, drop=drop)
+        self.executor.forget_grads(names)
+        for unit in self.units.values():
+            unit.forget_grads(names, drop=drop)
+        if self.in_backward and self.executor.can_undo_grads:
+            self._drop_backward()
 
-    def broadcast_buffers(self) -> None:
-        """Take the model's buffers from the rank whose buffers count. Collective."""
-        runner = self._runner
-        runner.cursor.run(Row(trigger=Trigger.DEMANDED, unit=ROOT, call=0, operations=runner.context.broadcasts))
+    # Update
 
-    # Values and gradients outside of a step
-
-    @contextmanager
-    def editing(self) -> Iterator[None]:
-        """Let every copy on every rank follow what is written into owned slices in here. Collective."""
+    def before_step(self) -> None:
+        """Wait for gathers that may still read what the update writes."""
+        events = self.setting.events
+        self.setting.passes.check_values("optimizer.step()")
+        announce(events.gradients_asked)
+        if self.executor.holds_grads:
+            raise step_errors.not_reduced_yet()
+        self.state.after(Move.UPDATE)
+        self.cursor.before_step()
+        # Also what the program expects a forward to have waited for, if there was none.
         self.wait_gathers()
-        announce(self.events.values_read, False)
-        yield
-        announce(self.events.values_read, True)
-        self.distribute()
+        announce(events.update_begins)
+        for unit in self.units.values():
+            unit.begin_update()
+        self.cursor.to_owners()
 
-    @torch.no_grad()
-    def distribute(self) -> None:
-        """Owned slices have new values: every copy follows. Collective.
+    def wait_gathers(self) -> None:
+        """Wait for everything that is being gathered."""
+        for unit in self.units.values():
+            unit.wait_gather()
 
-        A backward through an earlier forward is torch's error, as after an update.
-        """
-        runner = self._runner
-        announce(self.events.values_replaced)
-        for flat in self.flats:
-            flat.stage()
-        runner.cursor.run(edited(runner.context))
-        replicated = [flat for flat in self.flats if flat.placement.params is not SHARDED]
-        refresh([flat for flat in replicated if flat.placement.optim is not SHARDED])
-        torch.autograd.graph.increment_version([p for unit in self.units.values() for p in unit.params()])
-        announce(self.events.values_written)
-
-    def filled(self) -> None:
-        """Masters were filled, and with them replicated parameters: what is gathered is old. Local to this rank."""
-        announce(self.events.values_replaced)
-        for flat in self.flats:
-            flat.stage()
-        for name, unit in self.units.items():
-            if unit.sharded:
-                self._runner.cursor.run(released(name))
-        announce(self.events.values_written)
-
-    def take_held(self) -> dict[int, Tensor]:
-        """Parameter, by id → what this rank has summed of its gradients for a later backward to reduce.
-
-        The buckets are given up.
-        """
-        return self._runner.executor.take_held()
-
-    def hold(self, held: dict[int, Tensor]) -> None:
-        """Take over sums that another core has held."""
-        self._runner.executor.hold(held)
-
-    # A step that does not go as usual
+    def after_step(self, *, others: AbstractSet[str] = frozenset()) -> None:
+        """Let every copy follow the update; `others`: the parameters that only other optimizers step."""
+        self.state = self.state.after(Move.UPDATE)
+        self.cursor.after_step()
+        PROGRESS.end_step()
+        torch.autograd.graph.increment_version([p for unit in self.units.values() for p in unit.without(others)])
+        announce(self.setting.events.values_written)
 
     def abandon_captured(self) -> None:
         """Stand as before a step that broke off while it was captured, of which nothing was computed.
@@ -268,50 +290,8 @@ class Core:
         Collectives that were captured never run, so nothing may wait for them; what was gathered lies in a graph's
         memory. Parameters and optimizer state were not touched: a replay would have computed their update.
         """
-        runner = self._runner
         for unit in self.units.values():
-            for flat in unit.flats:
-                flat.gathering = None
-                flat.awaits_grads = False
-                flat.drop_grads(set(range(len(flat.params))))
-            unit.used.clear()
-            # Replicated parameters still hold what they held.
-            unit.arrived = unit.whole
-            unit.free()
-        for bucket in self.buckets.values():
-            for segment in bucket.segments:
-                segment.work = None
-                segment.holds = False
-                segment.drop()
-        runner.flags.work = None
-        runner.hooks.abandon_backward()
-        runner.forwards, runner.called = 0, False
-
-    # Another program
-
-    def follow_plan(self, plan: Plan) -> None:
-        """Follow the program of another plan of the same placements and buffers."""
-        self._runner.follow(self.spec, plan=plan)
-
-    def relearn(self, spec: ModelSpec) -> None:
-        """Follow a spec whose units hold other buffers: the next step is a first one."""
-        self._runner.learned = False
-        # No backward will come of a forward that was computed with the old buffers.
-        self._runner.forwards = 0
-        self._runner.flags.cover()
-        self._runner.executor.cover_scales()
-        self._runner.follow(spec, plan=self.plan)
-        self._multiply_in_fp8()
-
-    def resume(self, before: "Core") -> None:
-        """Continue where the core of another plan has stopped, between two passes. Both have the same parameters."""
-        runner, old = self._runner, before._runner
-        runner.called, runner.limit_seconds = old.called, old.limit_seconds
-        if not old.learned or self.plan.dynamic:
-            return
-        runner.seen = old.seen
-        trainable: set[str] = set()
-        for name, unit in self.units.items():
-            unit.used |= before.units[name].used
-            trainable |= unit.learn_trained(before.units[name].learned_trainable)
-        runner.learn_program(trainable)
+            unit.abandon()
+        self.executor.abandon()
+        self.hooks.close()
+        self.state = StepState()

@@ -7,7 +7,7 @@ import torch
 from shardwise.comm.collectives import Collectives
 from shardwise.comm.groups import MeshGroups
 from shardwise.engine.core.gradient_memory import GradientMemory
-from shardwise.engine.core.host_states import HostMemory
+from shardwise.engine.core.host_states import HostMemory, WorkBeside
 from shardwise.engine.core.pass_state import PassState
 from shardwise.engine.core.step_events import StepEvents
 from shardwise.engine.core.tape import Tape
@@ -18,7 +18,9 @@ from shardwise.vocabulary.layout import ALIGNMENT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreSetting:
-    """`alignment`: slices begin at multiples of it; `host`: where sharded states live, if not on the device."""
+    """`alignment`: slices begin at multiples of it; `host`: where sharded states live, if not on the device; `beside`:
+    what runs while the device computes.
+    """
 
     spec: ModelSpec
     plan: Plan
@@ -31,6 +33,7 @@ class CoreSetting:
     events: StepEvents = field(default_factory=StepEvents)
     passes: PassState = field(default_factory=PassState)
     gradient_memory: GradientMemory = field(default_factory=GradientMemory)
+    beside: list[WorkBeside] = field(default_factory=list)
 
     @property
     def update_device(self) -> torch.device | None:

@@ -90,7 +90,7 @@ class EvaluationGathers:
             self._lent = []
 
     def lend(self, unit: Unit) -> bool:
-        """Gather a unit whose parameters the current forward reads (root_reads.py); return whether there is one."""
+        """Gather a unit whose parameters the current forward reads outside of it; return whether there is one."""
         if self._lent is None:
             return False
         self.begin(unit)

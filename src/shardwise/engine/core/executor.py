@@ -9,10 +9,11 @@ from torch import Tensor
 from shardwise.engine.core.bucket import ReduceBucket
 from shardwise.engine.core.core_setting import CoreSetting
 from shardwise.engine.core.first_forward import FirstForward
-from shardwise.engine.core.flat_buffers import refresh
-from shardwise.engine.core.fp8_scales import Fp8Scales
+from shardwise.engine.core.flat import refresh
+from shardwise.engine.core.segment import Segment
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.core.used import UsedFlags
+from shardwise.engine.fp8.fp8_scales import Fp8Scales
 from shardwise.program import Kind, Operation, Row, Trigger
 from shardwise.program.compiled_program import Action
 from shardwise.spec import ROOT
@@ -24,7 +25,6 @@ class EngineExecutor:
     """Turns each operation into what a rank does for it.
 
     serve        sees to it that a unit that computes is gathered
-    others       makes the actions of operations that the core does not know (matrices that go to their owners)
     first        while the order is learned: ranks agree on each gather
     """
 
@@ -32,25 +32,44 @@ class EngineExecutor:
         self,
         units: Mapping[str, Unit],
         *,
-        flags: UsedFlags,
         broadcast_buffers: Callable[[], None],
         serve: Callable[[Unit], None],
         setting: CoreSetting,
     ) -> None:
         self.units = units
-        self.flags = flags
+        self.flags = UsedFlags(units.values(), setting=setting)
         self.broadcast_buffers = broadcast_buffers
         self.serve = serve
         self.tape, self._setting = setting.tape, setting
-        self.others: dict[Kind, MakeAction] = {}
+        self._others: dict[Kind, MakeAction] = {}
         self.first: FirstForward | None = None
-        self.cover_scales()
+        self._cover_scales()
+        setting.events.values_written.append(lambda: self.scales.spoil())
         self.hold_buckets(())
 
-    def cover_scales(self) -> None:
-        """Have a scale for each weight that the units gather in fp8 now."""
+    def add(self, kind: Kind, make_action: MakeAction) -> None:
+        """Run operations of a kind that the core does not know (matrices that go to their owners)."""
+        self._others[kind] = make_action
+
+    def observe(self, first: FirstForward | None) -> None:
+        """Have ranks agree on each gather of this forward; None: they follow the program."""
+        self.first = first
+
+    def cover(self) -> None:
+        """Have a flag and a scale for each parameter that the units hold now."""
+        self.flags.cover()
+        self._cover_scales()
+
+    def _cover_scales(self) -> None:
         flats = [flat for unit in self.units.values() for flat in unit.flats]
-        self.scales = Fp8Scales(flats, setting=self._setting)
+        setting = self._setting
+        self.scales = Fp8Scales(
+            [(flat.names, flat.full.fp8) for flat in flats if flat.full.fp8 is not None],
+            group=setting.groups.gather,
+            collectives=setting.collectives,
+            device=setting.device,
+            record=setting.tape.record,
+        )
 
     def hold_buckets(self, buckets: Iterable[ReduceBucket]) -> None:
         """Reduce gradients in these buckets from here on."""
@@ -75,7 +94,7 @@ class EngineExecutor:
             case Kind.TAKE_GRADS:
                 return self._takes[name]
             case Kind.REDUCE:
-                return self.buckets[name].start_locally if operation.is_local else self.buckets[name].start
+                return partial(self.buckets[name].start, is_local=operation.is_local)
             case Kind.WAIT_REDUCE:
                 return self.buckets[name].finish
             case Kind.REDUCE_SLICE:
@@ -83,32 +102,29 @@ class EngineExecutor:
             case Kind.WAIT_SLICE:
                 return self.buckets[name].finish_slice
             case Kind.REDUCE_FLAGS:
-                return self.flags.start_locally if operation.is_local else self.flags.start
+                return partial(self.flags.start, is_local=operation.is_local)
             case Kind.BROADCAST:
                 return partial(self.tape.record, kind, ROOT) if operation.is_local else self.broadcast_buffers
             case Kind.GATHER_SCALES:
-                return self.scales.refresh_locally if operation.is_local else self.scales.refresh
+                return partial(self.scales.refresh, is_local=operation.is_local)
             case Kind.UPDATE:
                 return self._updated
             case _:
                 # Looked up when it runs: the shell adds it once the core is there.
-                return lambda: self.others[kind](operation)()
+                return lambda: self._others[kind](operation)()
 
     def _gather(self, unit: Unit, operation: Operation, row: Row) -> Action:
-        is_update = row.trigger is Trigger.AFTER_STEP
-        if operation.is_local:
-            return unit.gather_updated_locally if is_update else unit.gather_locally
-        if is_update:
-            return unit.gather_updated
-        if self.first is not None and row.trigger is Trigger.BEFORE_FORWARD:
+        if row.trigger is Trigger.AFTER_STEP:
+            return partial(unit.gather_updated, is_local=operation.is_local)
+        if self.first is not None and row.trigger is Trigger.BEFORE_FORWARD and not operation.is_local:
             return partial(self.first.want, unit)
-        return unit.gather
+        return partial(unit.gather, is_local=operation.is_local)
 
     def skipped(self, operation: Operation, row: Row) -> Action | None:
         """Take part in the gathers of units that this rank does not call, and free what it does not need."""
         unit = self.units.get(operation.subject)
         if unit is not None and operation.kind is Kind.GATHER:
-            return unit.gather_locally if operation.is_local else unit.gather
+            return partial(unit.gather, is_local=operation.is_local)
         if unit is not None and operation.kind is Kind.FREE:
             return unit.free_unused
         return None
@@ -140,51 +156,51 @@ class EngineExecutor:
     # Gradients between backwards
 
     @property
+    def _segments(self) -> list[Segment]:
+        return [segment for bucket in self.buckets.values() for segment in bucket.segments]
+
+    @property
     def holds_grads(self) -> bool:
         """Return whether gradients are summed on this rank alone, for a later backward to reduce."""
-        return any(bucket.holds for bucket in self.buckets.values())
+        return any(segment.holds for segment in self._segments)
 
     @property
     def can_undo_grads(self) -> bool:
         """Return whether the gradients from before a backward that raised are still there."""
         flats = (flat for unit in self.units.values() for flat in unit.flats)
-        return not self.holds_grads and all(flat.can_undo_grads for flat in flats)
-
-    def undo_grads(self) -> None:
-        """Restore the gradients from before a backward that raised."""
-        for unit in self.units.values():
-            unit.undo_grads()
+        return not self.holds_grads and all(flat.grads.can_undo for flat in flats)
 
     def keep_grads(self) -> None:
         """Backward is over: its gradients stay on this rank, for a later one to reduce."""
-        for bucket in self.buckets.values():
-            bucket.keep()
-
-    def forget_grads(self, names: AbstractSet[str]) -> None:
-        """Clear what is held for the parameters of these names."""
-        for bucket in self.buckets.values():
-            bucket.forget(names)
-
-    def held(self) -> dict[int, Tensor]:
-        """Parameter, by id → what this rank has summed of its gradients for a later backward to reduce."""
-        held: dict[int, Tensor] = {}
-        for bucket in self.buckets.values():
-            bucket.add_held(held)
-        return held
+        for segment in self._segments:
+            segment.keep()
 
     def take_held(self) -> dict[int, Tensor]:
-        """Return what is held, and give up the buckets with the memory that they keep from step to step."""
-        held = self.held()
-        for bucket in self.buckets.values():
-            bucket.discard()
+        """Return what is held, by id of its parameter, and give up the buffers that are kept from step to step."""
+        held: dict[int, Tensor] = {}
+        for segment in self._segments:
+            segment.add_held(held)
+        for segment in self._segments:
+            segment.discard()
         return held
 
     def hold(self, held: dict[int, Tensor]) -> None:
         """Take over sums that another plan's buckets have held; each leaves `held` as it is taken."""
-        for bucket in self.buckets.values():
-            bucket.hold(held)
+        for segment in self._segments:
+            segment.hold(held)
+
+    def forget_grads(self, names: AbstractSet[str]) -> None:
+        """Clear what is held for the parameters of these names."""
+        for segment in self._segments:
+            segment.forget(names)
 
     def drop_reduces(self) -> None:
-        """Forget what a backward that raised has left under way."""
-        for bucket in self.buckets.values():
-            bucket.drop()
+        """Forget what a backward that raised has left under way, once it no longer writes."""
+        for segment in self._segments:
+            segment.drop()
+
+    def abandon(self) -> None:
+        """Forget what was captured: nothing that was issued ever runs."""
+        for segment in self._segments:
+            segment.abandon()
+        self.flags.abandon()

@@ -1,30 +1,39 @@
-"""The buffers of a unit's parameters, and their gradients.
+"""Parameters of one unit and one dtype, which lie end to end: a full buffer, a master and gradients.
 
-Autograd leaves a rank's own gradients in `p.grad`; they are taken from there, and averages over all ranks come back.
-The owned parts, which the optimizer steps, get theirs. Where averages are whole, `p.grad` shows them, in the master's
-dtype.
+full     what modules compute with (full_buffer.py)
+master   what the optimizer steps (master.py)
+grads    what backward brings, and the averages over all ranks (flat_gradients.py)
+
+Each changes its own attributes. What concerns two of them is here.
 """
 
-import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
+from math import prod
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.collectives import Collectives, own_slice
-from shardwise.comm.groups import MeshGroups
-from shardwise.engine.core.flat_buffers import FlatBuffers, Owned, cut_pieces, unguarded
+from shardwise.comm.issued import CollectiveName
+from shardwise.engine.core.core_setting import CoreSetting
+from shardwise.engine.core.flat_gradients import Gradients
+from shardwise.engine.core.full_buffer import FullBuffer
 from shardwise.engine.core.host_states import HostMemory
-from shardwise.engine.core.shared_grads import SharedGrads
+from shardwise.engine.core.master import Master
+from shardwise.engine.core.precision import torch_dtype
+from shardwise.engine.fp8.fp8_bytes import Fp8Bytes
 from shardwise.plan.placement import SHARDED, Placement
 from shardwise.program.buffers import FlatSpec
-from shardwise.torch_internals import torch_private
-from shardwise.vocabulary.layout import ALIGNMENT, cut_out
+from shardwise.vocabulary.layout import ALIGNMENT
+
+FOR_STATE = CollectiveName("gather for a state dict")
 
 
-class FlatParams(FlatBuffers):
-    """Parameters of one unit and one dtype in one buffer, and what happens to their gradients."""
+class FlatParams:
+    """All of them are frozen at first, or all trained.
+
+    block   the size of the blocks that an optimizer works on, between which slices are cut; 1 without blocks
+    """
 
     def __init__(
         self,
@@ -32,254 +41,173 @@ class FlatParams(FlatBuffers):
         *,
         spec: FlatSpec,
         placement: Placement,
-        device: torch.device,
-        groups: MeshGroups,
-        collectives: Collectives,
-        alignment: int = ALIGNMENT,
-        host: HostMemory | None = None,
+        setting: CoreSetting,
+        host: HostMemory | None,
     ) -> None:
-        super().__init__(
-            params,
-            spec=spec,
-            placement=placement,
-            device=device,
-            groups=groups,
-            collectives=collectives,
-            alignment=alignment,
-            host=host,
-        )
-        if self.placement.optim is SHARDED:
-            self._owned_cut = cut_out([(p.start, p.stop) for p in self.owned], end=self.layout.slice_elements)
-        self._every = frozenset(range(len(self.params)))
-        # The averaged gradients that `p.grad` showed before this backward, which are to be added to.
-        self.hidden: list[Tensor | None] = [None] * len(self.params)
-        self.awaits_grads = False
-        self.shared = SharedGrads()
-        # The averaged gradients that `p.grad` was given, where the owned part's are views of them.
-        self.shown: list[Tensor | None] = [None] * len(self.params)
-        # The buffers of averages that `p.grad` may show.
-        self._averages: list[weakref.ref[Tensor]] = []
-        # The parameters whose gradients this backward alone has made.
-        self.with_new_grads: set[int] = set()
-        # The parameters that have reduced gradients, on this rank or on others, where `p.grad` does not show them.
-        self._reduced: set[int] = set()
-        # Whether `p.grad` of the module's parameters is the averaged gradient.
-        self.shows_grads = self.placement.grads is not SHARDED
-
-    def indices_of(self, names: AbstractSet[str]) -> AbstractSet[int]:
-        """Return the indices of the parameters with these names; of all of them where the whole model is meant."""
-        if all(map(names.__contains__, self.names)):
-            return self._every
-        return {index for index, name in enumerate(self.names) if name in names}
-
-    def has_grad(self, index: int) -> bool:
-        """Return whether a parameter has a reduced gradient. All ranks return the same, whatever each holds of it."""
-        if not self.shows_grads:
-            return index in self._reduced
-        with unguarded():
-            return self.params[index].grad is not None
-
-    def is_stepped(self, index: int) -> bool:
-        """Return whether an update changes a parameter's slices, also by zeros that were left as its gradient.
-
-        All ranks return the same.
-        """
-        return index in self._reduced
-
-    def has_grads(self) -> bool:
-        return any(part.parameter.grad is not None for part in self.owned)
-
-    def add_grads(self, average: Tensor, *, views: list[Tensor] | None = None) -> None:
-        """Take this backward's averaged gradients, on top of those that are there: of the slice, or of everything.
-
-        `views`: the parameters' places in it, if they are made already.
-        """
-        olds: list[Tensor] = []
-        news: list[Tensor] = []
-        self.awaits_grads = False
-        self.with_new_grads.clear()
-        whole = [] if self.placement.grads is SHARDED else views or self.views(average)
-        if self.shows_grads:
-            self._note_average(average)
-            # The owned parts' gradients are views of the same memory.
-            for index, (parameter, view) in enumerate(zip(self.params, whole, strict=True)):
-                old = self.hidden[index]
-                if old is not None:
-                    olds.append(old)
-                    news.append(view)
-                else:
-                    self.with_new_grads.add(index)
-                # What was frozen since keeps the gradient that it had, as in one process.
-                shown = old if old is not None else view if parameter.requires_grad else None
-                parameter.grad = shown
-                if self.is_separate:
-                    self.shown[index] = shown
-        if self.is_separate:
-            grads = self._owned_grads(average) if self.placement.optim is SHARDED else whole
-            self._add_owned(grads, olds=olds, news=news)
-        if olds:
-            if self.host is not None:
-                self.host.land()
-            torch._foreach_add_(olds, news)
-
-    def _add_owned(self, grads: Sequence[Tensor], *, olds: list[Tensor], news: list[Tensor]) -> None:
-        """Give the owned parts their gradients; those to be added to existing ones go to `olds` and `news`."""
-        with unguarded():
-            frozen = [index for index, parameter in enumerate(self.params) if not parameter.requires_grad]
-        trained = self._every.difference(frozen)
-        if not self.shows_grads:
-            self.with_new_grads |= trained - self._reduced
-        self._reduced |= trained
-        for part, new in zip(self.owned, grads, strict=True):
-            parameter = part.parameter
-            if frozen and part.index not in trained:
-                continue
-            old = parameter.grad
-            if old is None:
-                set_grad(parameter, new)
-                self.with_new_grads.add(part.index)
-            elif not self.shows_grads:
-                olds.append(old)
-                news.append(new)
-
-    def _note_average(self, average: Tensor) -> None:
-        """Note a buffer once, since it may be the same one in every step."""
-        base = average if average._base is None else average._base
-        others = [held for held in self._averages if held() is not None and held() is not base]
-        self._averages = [*others, weakref.ref(base)]
-
-    def _owned_grads(self, average: Tensor) -> Sequence[Tensor]:
-        """Return the owned parts' views of a slice, which is cut out of the whole buffer first if necessary."""
-        mine = average if self.placement.grads is SHARDED else own_slice(average, group=self.groups.gather)
-        if self.host is not None and not self.host.keeps_grads:
-            mine = self.host.fetch(mine)
-        return cut_pieces(mine, self._owned_cut)
-
-    def shows_average(self, index: int) -> bool:
-        """Return whether `p.grad` is an average over all ranks, unless other code has replaced it."""
-        grad = self.params[index].grad
-        if grad is None:
-            return False
-        base = grad if grad._base is None else grad._base
-        return any(held() is base for held in self._averages)
-
-    def hide_grads(self) -> None:
-        """Before backward: autograd must find no gradient, or it would add this rank's own to the average."""
-        with unguarded():
-            grads = [parameter.grad for parameter in self.params]
-            for parameter, grad in zip(self.params, grads, strict=True):
-                if grad is not None:
-                    parameter.grad = None
-        if self.shows_grads:
-            self.hidden = grads
-        self.awaits_grads = True
-
-    def restore_grads(self) -> None:
-        """Restore earlier averages where backward brought none: what autograd left is this rank's own."""
-        if not self.awaits_grads:
-            return
-        with unguarded():
-            for parameter, average in zip(self.params, self.hidden, strict=True):
-                parameter.grad = average
-        self.awaits_grads = False
-
-    def undo_grads(self) -> None:
-        """Restore the gradients from before a backward that raised."""
-        if not self.awaits_grads:
-            self.drop_grads(set(self.with_new_grads))
-        self.restore_grads()
+        self.params = params
+        self.describe(spec)
+        self.placement = placement
+        self.device, self.groups, self.collectives = setting.device, setting.groups, setting.collectives
+        self.compute_dtype, self.master_dtype = torch_dtype(spec.compute_dtype), torch_dtype(spec.master_dtype)
+        self.block = setting.alignment if setting.alignment > ALIGNMENT and placement.optim is SHARDED else 1
+        self.layout = spec.layout(num_slices=self.groups.gather.size, alignment=setting.alignment)
+        sharded = placement.params is SHARDED
+        fp8 = None
+        if spec.num_fp8 and sharded:
+            fp8 = Fp8Bytes(self.layout, num_fp8=spec.num_fp8, dtype=self.compute_dtype)
+        dtype, group = self.compute_dtype, self.groups.gather
+        self.full = FullBuffer(self.layout, dtype=dtype, sharded=sharded, device=self.device, group=group, fp8=fp8)
+        if not sharded:
+            self.full.lay_out()
+        self.master = self._make_master(host)
+        self.grads = Gradients(params, full=self.full, master=self.master, placement=placement)
 
     @property
-    def can_undo_grads(self) -> bool:
-        """Return whether the running backward has added nothing to gradients from before it."""
-        added_to = (part.index not in self.with_new_grads for part in self.owned if part.parameter.grad is not None)
-        return self.awaits_grads or not any(added_to)
+    def stepped_on(self) -> torch.device:
+        """The device that computes the update."""
+        on_device = self.master.host is None or self.master.host.keeps_grads
+        return self.device if on_device else self.master.unsettled.device
 
-    def follow_shown_grads(self) -> None:
-        """Before an update: where `p.grad` was replaced, the owned part's gradient is cut out of the new one."""
-        with unguarded():
-            for part in self.owned:
-                grad = self.params[part.index].grad
-                if grad is not self.shown[part.index]:
-                    self._follow_shown_grad(part, grad)
+    def describe(self, spec: FlatSpec) -> None:
+        """Take a spec of the same parameters: their names may have changed."""
+        self.spec = spec
+        self.names = [param.name for param in spec.params]
 
-    def _follow_shown_grad(self, part: Owned, grad: Tensor | None) -> None:
-        if grad is not None:
-            first = self.groups.gather.index * self.layout.slice_elements if self.placement.optim is SHARDED else 0
-            start = first + part.start - self.layout.offsets[part.index]
-            mine = grad.to(self.master_dtype).reshape(-1)[start : start + part.stop - part.start]
-            set_grad(part.parameter, mine.view_as(part.parameter))
+    def _make_master(self, host: HostMemory | None) -> Master:
+        optim_sharded, full = self.placement.optim is SHARDED, self.full.buffer
+        size = self.layout.slice_elements if optim_sharded else self.layout.num_elements
+        aliased = host is None and not self.full.sharded and self.compute_dtype == self.master_dtype
+        staged = None
+        if host is not None:
+            values = host.zeros(size, dtype=self.master_dtype)
+            if self.compute_dtype != self.master_dtype:
+                staged = host.zeros(size, dtype=self.compute_dtype)
+        elif not aliased:
+            values = torch.zeros(size, dtype=self.master_dtype, device=self.device)
         else:
-            part.parameter.grad = None
-        self.shown[part.index] = grad
+            # As `data`: what a gather writes into the full buffer does not count as a write into the slice.
+            values = self.full.slice_of(full).data if optim_sharded else full
+        master = Master(values, staged=staged, aliased=aliased, is_separate=values is not full, host=host)
+        if optim_sharded:
+            parts = self.layout.owned(self.groups.gather.index)
+        else:
+            parts = [(index, offset, offset + size) for index, (offset, size) in enumerate(self.layout.sizes())]
+        master.own(self.params, parts, in_shape=not optim_sharded)
+        return master
 
-    def drop_stale_grads(self) -> None:
-        """Before forward: a gradient that was cleared in the optimizer is cleared in the model, and the reverse."""
-        if not self.shows_grads or not self.is_separate:
-            # There are none to be seen, or the model's parameters are the optimizer's.
+    def lay_out(self) -> None:
+        """Make the full buffer and the parameters' places in it; where parameters are sharded, its memory goes again.
+
+        Of several buffers, once the masters of all are there: one that came later would come to lie in that memory,
+        which could then not be given back.
+        """
+        if self.full.views:
             return
-        for part in self.owned:
-            if self.params[part.index].grad is None:
-                part.parameter.grad = None
-            elif part.parameter.grad is None:
-                self.params[part.index].grad = None
-        if not self.has_grads():
-            # Also what this rank does not own a part of.
-            for parameter in self.params:
-                parameter.grad = None
+        self.full.lay_out()
+        if self.full.fp8 is not None:
+            parts = [(part.index, part.start, part.stop) for part in self.master.owned]
+            self.full.fp8.own(parts, own_full=self.full.own, staged=self.master.staged)
+        self.full.free()
 
-    def take_over_grads(self, average: Tensor, *, indices: Collection[int]) -> None:
-        """Averages that are there already, of these parameters: of the slice, or of everything (another plan's)."""
-        self.add_grads(average)
-        self.drop_grads(set(range(len(self.params))) - set(indices))
-        self.with_new_grads.clear()
+    def attach(self, index: int, parameter: nn.Parameter) -> None:
+        """Make the module's parameter, which may be a new one where it was on the meta device, a view of the buffer."""
+        parameter.data = self.full.views[index]
+        if self.compute_dtype != self.master_dtype:
+            # Averaged gradients are of the master's dtype.
+            parameter.grad_dtype = None
+        self.params[index] = parameter
+        self.master.step_instead(index, parameter)
+
+    def indices_of(self, names: AbstractSet[str]) -> AbstractSet[int]:
+        """Return the indices of the parameters with these names."""
+        return {index for index, name in enumerate(self.names) if name in names}
+
+    # Values that others write
+
+    @torch.no_grad()
+    def fill(self, index: int, value: Tensor) -> None:
+        """Take the values of one parameter, given whole, into the master (and what is whole of the full buffer)."""
+        self.master.writes.before_own()
+        flat = value.detach().reshape(-1)
+        offset, size = self.layout.offsets[index], prod(self.layout.shapes[index])
+        if self.placement.optim is SHARDED:
+            first = self.full.first
+            start, stop = max(offset, first), min(offset + size, first + self.layout.slice_elements)
+            if start < stop:
+                self.master.values[start - first : stop - first].copy_(flat[start - offset : stop - offset])
+        else:
+            self.master.values[offset : offset + size].copy_(flat)
+        if not self.full.sharded:
+            self.full.buffer[offset : offset + size].copy_(flat)
+        self.master.writes.after_own()
+
+    @torch.no_grad()
+    def take_over(self) -> None:
+        """Values that were written into the module's parameters into the master, which keeps its digits elsewhere."""
+        self.full.wait()
+        self.master.writes.before_own()
+        full, values = self.full.buffer, self.master.values
+        if self.placement.optim is SHARDED:
+            full = self.full.slice_of(full)
+        master = values.to(self.device)
+        values.copy_(torch.where(full != master.to(full.dtype), full.to(master.dtype), master))
+        self.master.stage()
+        self.master.writes.after_own()
+
+    @torch.no_grad()
+    def write_master(self, values: Tensor) -> None:
+        """Write all of the master."""
+        self.master.writes.before_own()
+        self.master.values.copy_(values)
+        self.master.writes.after_own()
+
+    def lend_master(self) -> None:
+        """Somebody gets at the master's memory in a way that torch does not count."""
+        self.full.wait()
+        self.master.settle()
+        self.master.writes.lend()
+
+    # All of the master
+
+    @property
+    def holds_all(self) -> bool:
+        """Return whether this rank has all of the master, here or in the full buffer."""
+        return self.placement.optim is not SHARDED or self.master.aliased or self.layout.num_slices == 1
+
+    @torch.no_grad()
+    def full_master(self, *, dtype: torch.dtype | None = None) -> Tensor:
+        """All of the master; cast first, so that no more is sent than is asked for. Collective unless `holds_all`."""
+        wanted = dtype or self.master_dtype
+        if self.placement.optim is not SHARDED:
+            return self.master.values.to(wanted, copy=True)
+        if self.master.aliased:
+            self.full.wait()
+            return self.full.buffer.to(wanted, copy=True)
+        return self.whole_of(self.master.values, dtype=wanted)
+
+    @torch.no_grad()
+    def whole_of(self, mine: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+        """All of what `mine` is this rank's part of, as the master is; itself, where that is all. Else collective."""
+        if self.placement.optim is not SHARDED:
+            return mine
+        if self.layout.num_slices == 1:
+            return mine.to(self.device, dtype or mine.dtype, copy=True)
+        whole = torch.zeros(self.layout.num_elements, dtype=dtype or mine.dtype, device=self.device)
+        self.full.slice_of(whole).copy_(mine)
+        self.groups.gather.log.name = FOR_STATE
+        self.collectives.all_gather(whole, group=self.groups.gather).wait()
+        return whole
 
     def discard(self) -> None:
-        self.drop_grads(range(len(self.params)))
-        self.hidden = [None] * len(self.params)
-        super().discard()
-
-    def drop_new_grad(self, index: int) -> None:
-        """Take back a gradient that this backward alone has made: no rank used the parameter."""
-        if index in self.with_new_grads:
-            self.drop_grads({index})
-
-    def drop_grads(self, indices: Collection[int]) -> None:
-        """Forget the gradients of these parameters."""
-        if len(indices) == len(self.params):
-            self._drop_all_grads()
-            return
-        self._reduced.difference_update(indices)
-        with unguarded():
-            for part in self.owned:
-                if part.index in indices:
-                    # It may be the parameter itself, at rest, which would come back here.
-                    part.parameter.grad = None
-            for index in indices:
-                self.params[index].grad = self.shown[index] = None
-
-    def _drop_all_grads(self) -> None:
-        """Drop gradients that an optimizer has cleared, as after every step."""
-        self._reduced.clear()
-        self.shown = [None] * len(self.params)
-        with unguarded():
-            for part in self.owned:
-                part.parameter.grad = None
-            for parameter in self.params:
-                parameter.grad = None
+        """Give the memory back: the parameters lie in other buffers now."""
+        self.grads.discard()
+        self.master.discard()
+        self.full.discard()
 
 
-def set_grad(parameter: nn.Parameter, grad: Tensor) -> None:
-    """Set the gradient of a parameter that may live in host memory while its gradients stay on the device.
-
-    torch refuses such a pair, but only where the gradient is set.
-    """
-    if parameter.device == grad.device:
-        parameter.grad = grad
-        return
-    # Not `parameter.data`, which is guarded (guards/written.py).
-    data = torch_private.tensor_data
-    there = data.__get__(parameter)
-    data.__set__(parameter, grad)
-    parameter.grad = grad
-    data.__set__(parameter, there)
+@torch.no_grad()
+def refresh(flats: Sequence[FlatParams]) -> None:
+    """Cast updated unsharded masters into the full buffers, all in one call."""
+    copied = [flat for flat in flats if not flat.master.aliased]
+    if copied:
+        torch._foreach_copy_([flat.full.buffer for flat in copied], [flat.master.values for flat in copied])

@@ -10,10 +10,14 @@ Places = Callable[[str, int, torch.dtype], Tensor | None]
 
 
 class GradientMemory:
-    """The allocator's memory, or that of `places`, which the shell may set."""
+    """The allocator's memory, or that of `places`."""
 
     def __init__(self) -> None:
         self.places: Places | None = None
+
+    def lie_in(self, places: Places | None) -> None:
+        """Lie in this memory from now on; None: in the allocator's."""
+        self.places = places
 
     def empty(self, name: str, num_elements: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return uninitialised memory for the gradients of this name."""

@@ -1,5 +1,6 @@
-"""What the core asks of host memory in which units keep their states."""
+"""What runs while the device computes: copies from and to host memory in which units keep their states."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -12,29 +13,43 @@ from shardwise.comm.collectives import Work
 class HostMemory(Protocol):
     """Host memory from and to which the device copies while it computes (offload/transfer.py).
 
-    `keeps_grads`: gradients stay on the device, through which the update passes what it steps.
+    keeps_grads   gradients stay on the device, through which the update passes what it steps
+    loading       copies from host memory in this block while the device computes; after an update's event, unless None
+    arrival       returns what is waited for until everything that was loaded so far is there and gathered; then calls
+                  `then`
+    settle        waits until an update has written host memory
+    fetch         starts to copy a tensor of the device; the result may be read after `land`
+    land          waits until everything that was fetched has arrived
     """
 
     keeps_grads: bool
 
     def zeros(self, size: int, *, dtype: torch.dtype) -> Tensor: ...
 
-    def loading(self, *, after: Any) -> AbstractContextManager[None]:
-        """Copy from host memory in this block while the device computes; after an update's event, unless None."""
-        ...
+    def loading(self, *, after: Any) -> AbstractContextManager[None]: ...
 
-    def arrival(self, then: Work | None) -> Work:
-        """Return what is waited for until everything that was loaded so far is there, and `then` is done."""
-        ...
+    def arrival(self, gathering: Work | None, *, then: Callable[[], None]) -> Work: ...
 
-    def settle(self, update: Any) -> None:
-        """Wait until an update has written host memory."""
-        ...
+    def settle(self, update: Any) -> None: ...
 
-    def fetch(self, source: Tensor) -> Tensor:
-        """Start to copy a tensor of the device; the result may be read after `land`."""
-        ...
+    def fetch(self, source: Tensor) -> Tensor: ...
 
-    def land(self) -> None:
-        """Wait until everything that was fetched has arrived."""
-        ...
+    def land(self) -> None: ...
+
+
+class WorkBeside(Protocol):
+    """Copies and updates that run while the device computes. Those who record a step as graphs call this.
+
+    join               lets the computation wait for all of it: a captured step begins, or one of its graphs ends
+    begin_recording    has what a recorded step uses ready, and nothing in flight
+    forget_recording   a recording ended or failed: events from its streams mean nothing now
+    follow_replay      a graph that contains the update was launched
+    """
+
+    def join(self) -> None: ...
+
+    def begin_recording(self) -> None: ...
+
+    def forget_recording(self) -> None: ...
+
+    def follow_replay(self) -> None: ...

@@ -5,13 +5,21 @@ from torch import Tensor
 
 
 class MasterWrites:
-    """The writes to one master since `settled`. torch counts them (`_version`), but for those through `p.data`."""
+    """The writes to one master since `settled`. torch counts them (`_version`), but for those through `p.data`.
+
+    touched   somebody got hold of the module's parameters, where these are copies of it, and may have written into them
+    """
 
     def __init__(self, master: Tensor) -> None:
         self._master = master
         self._count = master._version
         self._found = False
         self._lent: Tensor | None = None
+        self.touched = False
+
+    def touch(self) -> None:
+        """Note that somebody got hold of the module's parameters."""
+        self.touched = True
 
     def before_own(self) -> None:
         """Note, before the engine writes, whether other code has written."""
@@ -43,6 +51,6 @@ class MasterWrites:
 
     def settled(self) -> None:
         """Everything written so far has been taken care of."""
-        self._found = False
+        self._found = self.touched = False
         self._lent = None
         self._count = self._master._version

@@ -39,7 +39,7 @@ class OptimizerSlices:
         """`parameter` is stepped as the part of it that this rank owns, if it owns any."""
         self._known.append(parameter)
         self._names[id(parameter)] = flat.names[index]
-        owned = (part.parameter for part in flat.owned if part.index == index)
+        owned = (part.parameter for part in flat.master.owned if part.index == index)
         self._owned[id(parameter)] = next(owned, None)
 
     def adopted(self, optimizer: Optimizer) -> bool:
@@ -99,12 +99,12 @@ class OptimizerSlices:
         """Refuse to step what is frozen where its slices would not be gathered; on all ranks, whatever each owns."""
         units = (unit for unit in self.core.units.values() if not unit.sharded and unit.placement.optim is SHARDED)
         frozen = [
-            flat for unit in units for flat in unit.flats if flat.has_gradients and flat not in unit.trained_flats
+            flat for unit in units for flat in unit.flats if flat.spec.has_gradients and flat not in unit.trained_flats
         ]
         names = {name for group in self.group_names[optimizer] for name in group} if frozen else set()
         for flat in frozen:
             for index, name in enumerate(flat.names):
-                if name in names and flat.is_stepped(index):
+                if name in names and flat.grads.is_stepped(index):
                     raise frozen_has_gradient(name)
 
     def _end_step(self, optimizer: Optimizer, closure: StepClosure) -> None:

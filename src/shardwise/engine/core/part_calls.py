@@ -12,22 +12,22 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from shardwise.engine.core.runner import Runner
+from shardwise.engine.core.core import Core
 from shardwise.program.hooks import recomputing
 
 
 class PartCalls:
     """Watches the calls of all modules of a model; only the outermost ones count."""
 
-    def __init__(self, runner: Runner) -> None:
-        self._runner, self._hooks, self._root = runner, runner.hooks, runner.root
-        self._parts = {id(module) for module in runner.root.module.modules()}
+    def __init__(self, core: Core) -> None:
+        self._core, self._hooks, self._root = core, core.hooks, core.root
+        self._parts = {id(module) for module in core.model.modules()}
         self._depth = 0
         self._evaluates = False
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        passes = self._runner.passes
+        passes = self._core.setting.passes
         handles = [
             register_module_forward_pre_hook(self._begin),
             register_module_forward_hook(self._end, always_call=True),
@@ -44,7 +44,7 @@ class PartCalls:
         if recomputing() or id(module) not in self._parts:
             return
         self._depth += 1
-        if self._depth == 1 and not self._runner.is_in_step:
+        if self._depth == 1 and not self._core.state.is_in_step:
             self._evaluates = not torch.is_grad_enabled()
             self._hooks.begin_forward(self._root)
 
@@ -56,6 +56,6 @@ class PartCalls:
             return
         if self._evaluates:
             self._evaluates = False
-            self._runner.without_gradients(self._root, begins=False)
+            self._core.without_gradients(self._root, begins=False)
         elif torch.is_grad_enabled():
             self._hooks.announce_outputs(output, self._root)

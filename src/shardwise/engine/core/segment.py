@@ -1,6 +1,7 @@
 """A buffer in which gradients meet: where each of them goes, and its use from step to step."""
 
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import torch
@@ -9,9 +10,9 @@ from torch import Tensor
 from shardwise.comm.collectives import Work, own_slice
 from shardwise.comm.groups import Group
 from shardwise.engine.core.flat import FlatParams
-from shardwise.engine.core.flat_buffers import cut_pieces
+from shardwise.engine.core.full_buffer import cut_pieces
 from shardwise.engine.core.gradient_memory import GradientMemory
-from shardwise.engine.core.shared_grads import take_off
+from shardwise.engine.core.parameters import take_off
 from shardwise.torch_internals import torch_private
 from shardwise.vocabulary.layout import BufferPiece
 
@@ -102,7 +103,7 @@ class Segment:
         if self.piece is not None:
             assert self.buffer is not None
             return [cut_pieces(self.buffer, self.piece.cut)]
-        return [flat.views(part) for flat, part in zip(self.flats, self.parts(), strict=True)]
+        return [flat.full.views_of(part) for flat, part in zip(self.flats, self.parts(), strict=True)]
 
     def take(self, flat: FlatParams, *, weight: float) -> list[int]:
         """Write a flat's gradients × weight into their places, or add them to those of earlier passes.
@@ -114,7 +115,7 @@ class Segment:
         if self.piece is None:
             taken = given = take_off(flat.params)
         else:
-            taken = flat.shared.take(flat.params, is_last=self.piece.is_last)
+            taken = flat.grads.take_rows(is_last=self.piece.is_last)
             rows = ((taken[index], start, stop) for index, start, stop in self.piece.parts)
             given = [None if row is None else row[start:stop] for row, start, stop in rows]
         grads = [grad for grad in given if grad is not None and not grad.is_sparse]
@@ -145,11 +146,64 @@ class Segment:
                 view.zero_()
         return [view for view, _ in present], [grad for _, grad in present]
 
-    def wait(self) -> None:
-        """Wait for the reduction."""
+    def keep(self) -> None:
+        """Leave the gradients in the buffer for a later pass."""
+        self.holds = True
+
+    def forget(self, names: AbstractSet[str]) -> None:
+        """Clear what is held for the parameters of these names; with all of them, the buffer goes."""
+        if not self.holds:
+            return
+        for flat in self.flats:
+            for index, _, view in self.places(flat):
+                if flat.names[index] in names:
+                    view.zero_()
+        if all(name in names for flat in self.flats for name in flat.names):
+            self.holds = False
+            self.release()
+
+    def add_held(self, held: dict[int, Tensor]) -> None:
+        """Add what is held for each parameter, by id; of a piece, to a tensor that all pieces fill."""
+        for flat in self.flats if self.holds else ():
+            if self.piece is not None and not self.piece.start:
+                sizes = zip(flat.params, flat.layout.shapes, strict=True)
+                held |= {id(p): torch.empty(shape, dtype=self.dtype, device=flat.device) for p, shape in sizes}
+            for index, part, view in self.places(flat):
+                key = id(flat.params[index])
+                if part is None:
+                    held[key] = view
+                else:
+                    held[key].view(-1)[part] = view
+
+    def hold(self, held: dict[int, Tensor]) -> None:
+        """Take over what another segment has held."""
+        for flat in self.flats:
+            for index, part, view in self.places(flat):
+                key = id(flat.params[index])
+                view.copy_(held.pop(key) if part is None else held[key].reshape(-1)[part])
+            if self.piece is not None and self.piece.is_last:
+                for parameter in flat.params:
+                    del held[id(parameter)]
+        self.keep()
+
+    def begin(self, work: Work) -> None:
+        """Wait for this reduction, which was issued, before the sums are read."""
+        self.work = work
+
+    def finish(self) -> None:
+        """Wait for the reduction. What earlier passes have left is in it."""
         assert self.work is not None
         self.work.wait()
         self.work = None
+        self.holds = False
+
+    def take_slice(self) -> Tensor:
+        """Return a copy of this rank's slice, which is summed once more, and release the buffer meanwhile."""
+        assert self.own is not None
+        mine = self.own.clone()
+        self.release()
+        self.buffer = mine
+        return mine
 
     def release(self) -> None:
         """Release the buffer; its memory stays for the next step unless it is freed."""
@@ -161,11 +215,22 @@ class Segment:
         self._views = []
 
     def drop(self) -> None:
-        """Release the buffer, unless it holds gradients of earlier passes, and what other pieces have yet to take."""
+        """Release the buffer once nothing writes it, unless it holds gradients of earlier passes, and what other pieces
+        have yet to take.
+        """
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
         if not self.holds:
             self.release()
         if self.piece is not None:
-            self.flats[0].shared.clear()
+            self.flats[0].grads.drop_pieces()
+
+    def abandon(self) -> None:
+        """Drop everything; a reduction never runs."""
+        self.work = None
+        self.holds = False
+        self.drop()
 
     def discard(self) -> None:
         """Give up the buffer. Gradients that somebody holds keep its memory."""

@@ -19,39 +19,26 @@ class StepEvents:
     unit_rests(unit, parameters)    from now on these parameters, or their gradients, are not to be read
     unit_wakes(unit)                the unit is gathered, and its parameters may be read
     pass_begins(learned)            a training forward begins; `learned`: the order of the units is known
-    order_learned()                 the first forward is over on all ranks
     evaluation_begins()             a forward without gradients begins
     last_backward_begins()          the last backward of a step begins; called in autograd's threads, too
     grads_averaged(flat)            a buffer's sharded gradients are there; called in autograd's threads, too
     gradients_asked()               all gradients are there, and are clipped, stepped or looked at next; may come twice
     update_begins()                 the optimizer's step is about to write; raise to refuse it
-    update_ended()                  every copy of the parameters has followed
-    streams_meet()                  the computation is to wait for all copies and updates that run at the same time: a
-                                    captured step begins, or one of its graphs ends
-    recording_begins()              a step is recorded as graphs next: what it uses must be there, and nothing in flight
-    recording_ended()               the step is recorded, or failed to be: events from its streams mean nothing now
-    update_replayed()               a graph that contains the update was launched
     values_read(announced)          values are read outside of a step, so that foreign writes must be taken over or
                                     refused; `announced`: all ranks know that slices were written
     values_replaced()               the engine writes values, and frees next what is gathered of the old ones
-    values_written()                the engine itself has written values, and all copies have followed
+    values_written()                an update, or the engine itself, has written values, and all copies have followed
     """
 
     unit_settled: list[Callable[[Any], None]] = field(default_factory=list)
     unit_rests: list[Callable[[Any, Sequence[nn.Parameter]], None]] = field(default_factory=list)
     unit_wakes: list[Callable[[Any], None]] = field(default_factory=list)
     pass_begins: list[Callable[[bool], None]] = field(default_factory=list)
-    order_learned: list[Callable[[], None]] = field(default_factory=list)
     evaluation_begins: list[Callable[[], None]] = field(default_factory=list)
     last_backward_begins: list[Callable[[], None]] = field(default_factory=list)
     grads_averaged: list[Callable[[Any], None]] = field(default_factory=list)
     gradients_asked: list[Callable[[], None]] = field(default_factory=list)
     update_begins: list[Callable[[], None]] = field(default_factory=list)
-    update_ended: list[Callable[[], None]] = field(default_factory=list)
-    streams_meet: list[Callable[[], None]] = field(default_factory=list)
-    recording_begins: list[Callable[[], None]] = field(default_factory=list)
-    recording_ended: list[Callable[[], None]] = field(default_factory=list)
-    update_replayed: list[Callable[[], None]] = field(default_factory=list)
     values_read: list[Callable[[bool], None]] = field(default_factory=list)
     values_replaced: list[Callable[[], None]] = field(default_factory=list)
     values_written: list[Callable[[], None]] = field(default_factory=list)

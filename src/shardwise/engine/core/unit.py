@@ -9,16 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.issued import CollectiveName
+from shardwise.engine.core.core_setting import CoreSetting
 from shardwise.engine.core.flat import FlatParams
-from shardwise.engine.core.flat_buffers import unguarded
+from shardwise.engine.core.parameters import unguarded
 from shardwise.engine.core.step_errors import (
     added_to_average,
     frozen_was_written,
     thawed_in_forward,
     thawed_without_master,
 )
-from shardwise.engine.core.step_events import StepEvents, announce
-from shardwise.engine.core.tape import Tape
+from shardwise.engine.core.step_events import announce
 from shardwise.plan.placement import SHARDED, Placement
 from shardwise.program import Kind
 from shardwise.program.hooks import UnitGrads
@@ -29,35 +29,24 @@ class Unit:
 
     whole      every rank's slice is here, or on its way; `arrived`: here
     at_rest    its parameters, or their gradients, are not to be read
-    from_root  it was taken out of the root, and is read where the root is (spec.UnitSpec)
-    calls      how often this forward has called it, and in backward, how often all forwards since the last one have;
-               `call`: the number of the last call in the program
+    calls      the numbers in the program of this forward's calls, and in backward, of those of all forwards since the
+               last one
     """
 
     def __init__(
-        self,
-        name: str,
-        *,
-        module: nn.Module,
-        placement: Placement,
-        flats: list[FlatParams],
-        tape: Tape,
-        events: StepEvents,
-        from_root: bool = False,
+        self, name: str, *, module: nn.Module, placement: Placement, flats: list[FlatParams], setting: CoreSetting
     ) -> None:
         self.name = name
         self.module = module
-        self.from_root = from_root
         self.placement = placement
-        self.tape = tape
-        self.events = events
+        self._setting = setting
         self._gathers = CollectiveName(f"{Kind.GATHER.value} {name}")
         self.hold(flats)
         self.whole = True
         self.arrived = True
         self.at_rest = False
-        self.calls = self._earlier_calls = 0
-        self.call = -1
+        self.calls: list[int] = []
+        self._earlier_calls: list[int] = []
         # This backward's gradients; and the parameters, by id, that any backward since the last reduction has used.
         self.grads: UnitGrads[Unit]
         self.used: set[int] = set()
@@ -65,7 +54,6 @@ class Unit:
         # The buffers that hold any of the parameters that are trained (see learn_trained).
         self.trained_flats: list[FlatParams] = []
         self._has_warned = False
-        # Makes its parameters readable where they are read outside of its forward; False: they must not be read there.
         self.lend: Callable[[], bool] = bool
         # The parameters, and those that rest between backwards, as they are once the buffers are filled.
         self.settled: list[nn.Parameter] = []
@@ -76,16 +64,22 @@ class Unit:
         self.flats = flats
         # Whether there is anything to gather and free.
         self.sharded = self.placement.params is SHARDED and bool(flats)
-        # Whose parameters are guarded between backwards: their gradients are sharded, or they are copies of a master.
-        self.resting = [flat for flat in flats if not flat.shows_grads or flat.compute_dtype != flat.master_dtype]
-        self.shows_grads = any(flat.shows_grads for flat in flats)
-        # Whether slices come from host memory, and even a rank alone waits for them.
-        self.on_host = any(flat.host is not None for flat in flats)
-        self._is_on_gpu = bool(flats) and flats[0].device.type == "cuda"
-        self._num_params = sum(len(flat.params) for flat in flats)
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def from_root(self) -> bool:
+        """Whether it was taken out of the root, and is read where the root is (spec.UnitSpec)."""
+        return self._setting.spec.unit(self.name).from_root
+
+    @property
+    def shows_grads(self) -> bool:
+        return any(flat.grads.shows for flat in self.flats)
+
+    def listen(self, grads: UnitGrads["Unit"], *, lend: Callable[[], bool] = bool) -> None:
+        """Expect gradients here; `lend` makes its parameters readable outside of its forward, or returns False."""
+        self.grads, self.lend = grads, lend
 
     def params(self) -> Iterator[nn.Parameter]:
         return (parameter for flat in self.flats for parameter in flat.params)
@@ -100,84 +94,67 @@ class Unit:
 
     # The parameters
 
-    def gather(self) -> None:
-        """Take part in a gather. A rank that does not need it does so too: the others cannot do without it."""
+    def gather(self, *, is_local: bool = False) -> None:
+        """Take part in a gather. A rank that does not need it does so too: the others cannot do without it.
+
+        `is_local`: in a group of one rank, whose slice is everything.
+        """
         in_use = self.whole and self.arrived
-        self._gather(self.flats)
+        self._gather(self.flats, is_local=is_local)
         if in_use and self.sharded:
             # Whoever uses it does not ask again.
             self.wait_gather()
 
-    def gather_updated(self) -> None:
+    def gather_updated(self, *, is_local: bool = False) -> None:
         """Gather slices that each rank has updated; until all are here, the parameters are not to be read."""
-        self._gather(self.trained_flats)
-        self._rest(self.settled)
-
-    def _gather(self, flats: list[FlatParams]) -> None:
-        # All of it or nothing: memory may run out, and then it is unknown what was issued.
-        for flat in flats:
-            flat.make_room()
-        for flat in flats:
-            with flat.loading():
-                flat.load_own()
-                group = flat.groups.gather
-                group.log.name = self._gathers
-                flat.gathering = flat.collectives.all_gather(flat.full, group=group, own=flat.own_full)
-        self.whole = True
-        self.arrived = False
-        self.tape.record(Kind.GATHER, self.name, partial(_full_bytes, flats))
-
-    def gather_locally(self) -> None:
-        """Gather in a group of one rank, whose slice is everything."""
-        in_use = self.whole and self.arrived
-        self._fill(self.flats)
-        if in_use and self.sharded:
-            self.wait_gather()
-
-    def gather_updated_locally(self) -> None:
-        """Gather after an update in a group of one rank."""
-        self._fill(self.trained_flats)
+        self._gather(self.trained_flats, is_local=is_local)
         if not self.arrived:
             self._rest(self.settled)
 
-    def _fill(self, flats: list[FlatParams]) -> None:
+    def _gather(self, flats: list[FlatParams], *, is_local: bool) -> None:
+        # All of it or nothing: memory may run out, and then it is unknown what was issued.
         for flat in flats:
-            flat.make_room()
+            flat.full.make_room()
         for flat in flats:
-            with flat.loading():
-                flat.load_own()
+            full, group = flat.full, flat.groups.gather
+            with full.loading(flat.master):
+                full.load(flat.master)
+                if not is_local:
+                    group.log.name = self._gathers
+                    full.begin(flat.collectives.all_gather(full.buffer, group=group, own=full.own))
         self.whole = True
-        self.arrived = not self.on_host
-        self.tape.record(Kind.GATHER, self.name, partial(_full_bytes, flats))
+        # From host memory, even a rank alone waits for its slices.
+        self.arrived = is_local and all(flat.master.host is None for flat in self.flats)
+        self._setting.tape.record(Kind.GATHER, self.name, partial(_full_bytes, flats))
 
     def wait_gather(self) -> None:
         if self.arrived or not self.whole:
             return
         for flat in self.flats:
-            flat.wait_gather()
+            flat.full.wait()
         self.arrived = True
-        if self._is_on_gpu and torch.cuda.is_current_stream_capturing():
-            _meet(self.flats[0].full)
-        self.tape.record(Kind.WAIT_GATHER, self.name)
+        if self.flats and self.flats[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            _meet(self.flats[0].full.buffer)
+        self._setting.tape.record(Kind.WAIT_GATHER, self.name)
 
     def wake(self) -> None:
         """Allow reads of its parameters: it is gathered."""
         self.at_rest = False
-        announce(self.events.unit_wakes, self)
+        announce(self._setting.events.unit_wakes, self)
 
     def _rest(self, parameters: Sequence[nn.Parameter]) -> None:
         self.at_rest = True
-        announce(self.events.unit_rests, self, parameters)
+        announce(self._setting.events.unit_rests, self, parameters)
 
     def free(self) -> None:
         """Give the gathered parameters' memory back, where they are sharded."""
         if not self.sharded or not self.whole:
             return
         for flat in self.flats:
-            flat.free()
+            flat.full.free()
         self.whole = self.arrived = False
         self._rest(self.settled)
-        self.tape.record(Kind.FREE, self.name, partial(_full_bytes, self.flats))
+        self._setting.tape.record(Kind.FREE, self.name, partial(_full_bytes, self.flats))
 
     def free_unused(self) -> None:
         """Free it if this step has not called it."""
@@ -187,8 +164,8 @@ class Unit:
     def begin_update(self) -> None:
         """Look for writes to frozen parameters whose gradients were not cleared: fused kernels count none."""
         for flat in self.flats:
-            if flat.has_gradients and flat not in self.trained_flats and flat.has_grads():
-                flat.writes.lend()
+            if flat not in self.trained_flats and flat.spec.has_gradients and flat.master.has_grads:
+                flat.master.writes.lend()
 
     def updated(self) -> list[FlatParams]:
         """Free what an update has made old. Slices of replicated parameters are gathered next.
@@ -196,10 +173,10 @@ class Unit:
         Returns the buffers of which this rank has the whole master, to be refreshed with those of other units.
         """
         # An optimizer may step what is frozen by now, if its gradient was not cleared.
-        written = [flat for flat in self.flats if flat not in self.trained_flats and flat.writes.found]
+        written = [flat for flat in self.flats if flat not in self.trained_flats and flat.master.writes.found]
         stepped = [*self.trained_flats, *written]
         for flat in stepped:
-            flat.stage()
+            flat.master.stage()
         if self.placement.optim is not SHARDED:
             return stepped
         if self.sharded:
@@ -212,12 +189,14 @@ class Unit:
         """Become as a step finds it, once the buffers are filled: free what is sharded."""
         self.settled = list(self.params())
         self._learn_trained({id(parameter) for parameter in self.settled if parameter.requires_grad})
-        self._rests = [parameter for flat in self.resting for parameter in flat.params]
+        # Their gradients are sharded, or they are copies of a master.
+        resting = [flat for flat in self.flats if not flat.grads.shows or flat.compute_dtype != flat.master_dtype]
+        self._rests = [parameter for flat in resting for parameter in flat.params]
         for flat in self.flats:
-            flat.stage()
+            flat.master.stage()
         self.whole = self.arrived = not self.sharded
-        announce(self.events.unit_settled, self)
-        if self.resting:
+        announce(self._setting.events.unit_settled, self)
+        if self._rests:
             self._rest(self.settled)
 
     def warn_unannounced(self) -> None:
@@ -230,30 +209,51 @@ class Unit:
                 stacklevel=3,
             )
 
+    def abandon(self) -> None:
+        """Stand as before a step that was captured: nothing that it issued ever runs."""
+        for flat in self.flats:
+            flat.full.abandon()
+            flat.grads.discard()
+        self.used.clear()
+        # Replicated parameters still hold what they held.
+        self.arrived = self.whole
+        self.free()
+
     # The step
+
+    @property
+    def last_call(self) -> int:
+        return self.calls[-1] if self.calls else -1
+
+    def note_call(self, call: int) -> None:
+        """Note a call of this forward by its number in the program."""
+        self.calls.append(call)
+
+    def note_used(self, parameters: AbstractSet[int]) -> None:
+        """Note the parameters, by id, that this backward has used."""
+        self.used |= parameters
 
     def begin(self, *, continues: bool) -> None:
         """Begin a forward: hook parameters that were thawed, forget gradients that were cleared.
 
         `continues`: a backward may go through an earlier forward as well.
         """
-        self._earlier_calls = self._earlier_calls + self.calls if continues else 0
-        self.calls = 0
-        self.call = -1
+        self._earlier_calls = [*self._earlier_calls, *self.calls] if continues else []
+        self.calls = []
         before = self.grads.expected
         with unguarded():
             self.grads.expect(self.settled)
             for flat in self.flats:
-                flat.drop_stale_grads()
+                flat.grads.drop_stale()
         if self.grads.expected != before:
             for flat in self.flats:
                 self._check_thawed(flat)
-                for part in flat.owned:
+                for part in flat.master.owned:
                     part.parameter.requires_grad_(self.is_trainable(flat, part.index))
 
     def _check_thawed(self, flat: FlatParams) -> None:
         for index, name in enumerate(flat.names):
-            if flat.unstepped and self.is_trainable(flat, index):
+            if flat.spec.unstepped and self.is_trainable(flat, index):
                 raise thawed_without_master(name, dtype=flat.master_dtype)
 
     @property
@@ -263,7 +263,7 @@ class Unit:
     @property
     def partly_frozen(self) -> bool:
         """Then its last gradient does not tell that backward is done with its parameters."""
-        return len(self.grads.expected) < self._num_params
+        return len(self.grads.expected) < len(self.settled)
 
     def learn_trained(self, trained: frozenset[int] | None = None) -> set[str]:
         """Learn which parameters are trained now; return their names. Only their buffers are reduced and updated.
@@ -279,31 +279,36 @@ class Unit:
             if id(parameter) in self.learned_trainable
         }
 
+    def resume(self, before: "Unit") -> set[str]:
+        """Continue where another unit of the same parameters has stopped; return the names of those trained now."""
+        self.used |= before.used
+        return self.learn_trained(before.learned_trainable)
+
     def _learn_trained(self, trained: AbstractSet[int]) -> None:
         self.trained_flats = [
-            flat for flat in self.flats if flat.has_gradients and any(id(one) in trained for one in flat.params)
+            flat for flat in self.flats if flat.spec.has_gradients and any(id(one) in trained for one in flat.params)
         ]
 
     def is_trainable(self, flat: FlatParams, index: int) -> bool:
         return id(flat.params[index]) in self.grads.expected
 
     def begin_backward(self) -> None:
-        self.calls += self._earlier_calls
-        self._earlier_calls = 0
+        self.calls = [*self._earlier_calls, *self.calls]
+        self._earlier_calls = []
         for flat in self.flats:
-            flat.hide_grads()
+            flat.grads.hide()
 
     def check_first_grad(self, parameter: Tensor) -> None:
         """Before a backward that begins with this parameter's gradient: was it added to an average?"""
         for flat in self.flats:
             for index, name in enumerate(flat.names):
-                if flat.params[index] is parameter and flat.shows_average(index):
+                if flat.params[index] is parameter and flat.grads.shows_average(index):
                     raise added_to_average(name)
 
     def end_backward(self) -> None:
         """Free it. `p.grad` answers with an error where gradients are sharded."""
         self.free()
-        if self.resting and not self.at_rest:
+        if self._rests and not self.at_rest:
             self._rest(self._rests)
 
     def restore_grads(self) -> None:
@@ -311,7 +316,7 @@ class Unit:
         for flat in self.flats:
             if flat not in self.trained_flats:
                 self._check_no_grads(flat)
-            flat.restore_grads()
+            flat.grads.restore()
 
     def _check_no_grads(self, flat: FlatParams) -> None:
         """Raise if a parameter got a gradient whose buffer is not reduced."""
@@ -324,22 +329,19 @@ class Unit:
         """Restore the gradients from before a backward that raised."""
         self.used.clear()
         for flat in self.flats:
-            flat.undo_grads()
+            flat.grads.undo()
 
     def forget_grads(self, names: AbstractSet[str], *, drop: bool) -> None:
         """Somebody clears the gradients of these parameters; with `drop`, also those that are reduced."""
         for flat in self.flats:
             cleared = flat.indices_of(names)
-            if drop:
-                flat.drop_grads(cleared)
-            # Of these nothing is left that was there before.
-            flat.with_new_grads |= cleared
+            flat.grads.clear(cleared, drop=drop)
             if self.used:
                 self.used.difference_update([id(flat.params[index]) for index in cleared])
 
 
 def _full_bytes(flats: list[FlatParams]) -> int:
-    return sum(flat.full_bytes for flat in flats)
+    return sum(flat.full.num_bytes for flat in flats)
 
 
 def _meet(gathered: Tensor) -> None:

@@ -21,21 +21,20 @@ from shardwise.spec import ROOT
 
 
 class FlagRider(Protocol):
-    """Uses the upper bits of the first flag, `flag`, which is a view of one element."""
+    """Uses the upper bits of the first flag, `flag`, which is a view of one element.
+
+    send    writes it: whether its parameter was used (0 or 1), and what rides along
+    read    takes over the summed flags
+    users   returns how many ranks used the parameter of a summed flag
+    """
 
     flag: Tensor
 
-    def send(self, used: int) -> None:
-        """Write the first flag: whether its parameter was used (0 or 1), and what rides along."""
-        ...
+    def send(self, used: int) -> None: ...
 
-    def read(self) -> None:
-        """Take over the summed flags."""
-        ...
+    def read(self) -> None: ...
 
-    def users(self, summed: int) -> int:
-        """Return how many ranks used the parameter of a summed flag."""
-        ...
+    def users(self, summed: int) -> int: ...
 
 
 class UsedFlags:
@@ -65,17 +64,18 @@ class UsedFlags:
         self._rider = rider
         rider.flag = self.flags[:1]
 
-    def start(self) -> None:
-        """Sum the flags over the ranks."""
-        self._write()
-        self.groups.world.log.name = self._name
-        self.work = self.collectives.all_reduce(self.flags, group=self.groups.world)
-        self.tape.record(Kind.REDUCE_FLAGS, ROOT, lambda: self.flags.nbytes)
+    def abandon(self) -> None:
+        """Forget a sum that is never computed."""
+        self.work = None
 
-    def start_locally(self) -> None:
-        """Sum them over one rank."""
+    def start(self, *, is_local: bool) -> None:
+        """Sum the flags over the ranks; `is_local`: there is only one."""
         self._write()
-        self.work = DONE
+        if is_local:
+            self.work = DONE
+        else:
+            self.groups.world.log.name = self._name
+            self.work = self.collectives.all_reduce(self.flags, group=self.groups.world)
         self.tape.record(Kind.REDUCE_FLAGS, ROOT, lambda: self.flags.nbytes)
 
     @torch.no_grad()
@@ -109,6 +109,6 @@ class UsedFlags:
             for place, summed in zip(self.unused, self.flags[self.unused].tolist(), strict=True):
                 if (rider.users(summed) if rider is not None else summed) == 0:
                     _, flat, index = self.places[place]
-                    flat.drop_new_grad(index)
+                    flat.grads.drop_new(index)
         for unit in self.units:
             unit.used.clear()

@@ -2,6 +2,9 @@
 
 bitsandbytes' Params4bit, for example, is a packed weight with a `quant_state` that unpacks it. It is no parameter or
 buffer, but it belongs to the weight: when the weight comes from rank 0, it must too.
+
+Without it a rank would unpack rank 0's weights by its own scales: other numbers, and no error. Since f1542458
+(quantised weights).
 """
 
 from collections.abc import Iterator
@@ -66,14 +69,15 @@ def follow_carried(flat: FlatParams, index: int, parameter: nn.Parameter, module
     """Point other references to the parameter's memory to its place in `flat`, before the parameter itself moves.
 
     bitsandbytes' int8 weights have one as an attribute, and after the first forward in a state of the module. It would
-    keep an unsharded copy alive on every rank. Sets `flat.followed` if there is any.
+    keep an unsharded copy alive on every rank. The buffer is told if there is any.
     """
     with DisableTorchFunctionSubclass():
         own = (parameter.data_ptr(), parameter.shape, parameter.dtype)
     if own[0] != 0:
-        place = flat.full_views[index]
+        place = flat.full.views[index]
         for holder in (parameter, module):
-            flat.followed |= _replace(vars(holder), own=own, place=place, depth=_DEPTH, seen=set())
+            if _replace(vars(holder), own=own, place=place, depth=_DEPTH, seen=set()):
+                flat.full.follow()
 
 
 def _replace(

@@ -1,6 +1,9 @@
 """Warns once if ranks train on the same batch, as they do with a loader without a distributed sampler.
 
 All ranks are data parallel under every plan, so no two of them should share a batch. Only the first step is checked.
+
+Without it they do the work of one: the loss falls as it would on a single rank, and nothing else shows it. Since
+b5c533d1 (the first engine).
 """
 
 import hashlib
@@ -28,12 +31,12 @@ class FirstInputs:
     def __init__(self) -> None:
         self._digest: str | None = None
         # In a rehearsal (comm/absent.py) the other ranks are absent.
-        self._compares = dist.get_world_size() > 1 and dist.get_backend() != "fake"
+        self.compares = dist.get_world_size() > 1 and dist.get_backend() != "fake"
         self._handles: list[Any] = []
 
     def watch(self, model: nn.Module) -> list[Any]:
         """Digest the model's inputs until the ranks have compared them. Returns the handles of the hooks."""
-        if not self._compares:
+        if not self.compares:
             return []
         self._handles = [
             called.register_forward_pre_hook(self._look, with_kwargs=True, prepend=True)
@@ -43,9 +46,9 @@ class FirstInputs:
 
     def compare(self) -> None:
         """Warn, on rank 0, if ranks have equal inputs; then remove the hooks. Collective, the first time."""
-        if not self._compares:
+        if not self.compares:
             return
-        self._compares = False
+        self.compares = False
         digests: list[str | None] = exchange(self._digest)
         for handle in self._handles:
             handle.remove()

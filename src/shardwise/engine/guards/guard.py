@@ -4,6 +4,9 @@ While a parameter's storage is freed, a read would access freed memory; while it
 None; while it is gathered after an update, some of its elements are old and some new. So a resting parameter has a
 class in front of its own that intercepts reads of its values and its gradient, not of its shape, dtype, device and the
 like. While its unit computes, it is of its own class alone: nn.Parameter, or a subclass.
+
+Without it such a read ends in a segmentation fault, or in old numbers without an error. Since 2c1f55bf (the first
+engine).
 """
 
 import sys

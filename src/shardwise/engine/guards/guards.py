@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from shardwise.engine.core.core import Core
-from shardwise.engine.core.flat_buffers import unguarded
+from shardwise.engine.core.parameters import unguarded
 from shardwise.engine.core.step_errors import backward_without_forward
 from shardwise.engine.guards.first_inputs import FirstInputs
 from shardwise.engine.guards.managed import ManagedParameters
@@ -33,14 +33,13 @@ class Guards:
         self.inputs, self.options = inputs, options
         self.same_order = SameOrder(groups=core.setting.groups, options=options)
         self.cover()
-        core.carry(self.same_order)
-        events = core.events
+        core.executor.flags.carry(self.same_order)
+        events = core.setting.events
         events.pass_begins.append(self._begin_pass)
-        events.order_learned.append(inputs.compare)
+        events.last_backward_begins.append(lambda: inputs.compare() if inputs.compares else None)
         events.evaluation_begins.append(lambda: self.managed.writes.settle())
         events.gradients_asked.append(lambda: self.managed.writes.follow_grads())
         events.update_begins.append(self._begin_update)
-        events.update_ended.append(lambda: self.managed.writes.settled())
         events.values_read.append(lambda announced: self.managed.settle(announced=announced))
         events.values_written.append(lambda: self.managed.writes.settled())
         # Hooks that refuse gradients until the first forward registers those that accept them.
@@ -76,7 +75,7 @@ class Guards:
 
     def _begin_pass(self, learned: bool) -> None:
         self.detach()
-        if self._core.plan.updates_in_backward:
+        if self._core.followed.plan.updates_in_backward:
             # Backward updates, before the optimizer's step would do this.
             self.managed.put_back()
         self.managed.check(thorough=not learned)

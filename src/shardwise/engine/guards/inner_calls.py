@@ -3,6 +3,8 @@
 `generate` calls an encoder-decoder's encoder, a LoRA wrapper's `generate` calls the model inside of it, and `encode` of
 sentence-transformers calls one module after the other. Units have hooks of their own. The rest of the model is one
 unit too, the root: it is gathered for the outermost of these calls.
+
+Without it these calls end in the error for a freed parameter (guard.py). Since dd431d9d (evaluation by one rank alone).
 """
 
 from collections.abc import Iterator
@@ -33,7 +35,7 @@ class InnerCalls:
     def attach(self) -> list[Any]:
         """Register hooks on the modules that use parameters of the root. Returns their handles."""
         handles: list[Any] = []
-        if not self._core.any_sharded:
+        if not self._core.followed.any_sharded:
             return handles
         for module in self._core.model.modules():
             if module is not self._core.model and callable(getattr(module, "generate", None)):
@@ -62,6 +64,8 @@ class InnerCalls:
         """Gather the root, unless it is there: the model's own forward runs, or a call around this one."""
         if not self._root.whole:
             self._core.without_gradients(self._root, begins=True)
+            # Only a part of the model is called.
+            self._core.evaluation.leave_order()
             self._outermost = module
 
     def end(self, module: nn.Module) -> None:
@@ -82,7 +86,7 @@ class _Generates:
         module.__dict__.update(dict.fromkeys(_READ_BY_OTHERS, self))
 
     def __bool__(self) -> bool:
-        return self._core.generates_together
+        return self._core.followed.generates_together
 
     def remove(self) -> None:
         for name in _READ_BY_OTHERS:

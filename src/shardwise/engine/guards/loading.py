@@ -3,6 +3,9 @@
 Where its parameters are copies of the master in another dtype, torch copies each value into the parameter; these hooks
 first copy it into the master, in full precision. Where they are sharded it is refused before anything is loaded: torch
 would fill the buffers, and what is replicated, and only then raise an error of its own.
+
+Without it a load into copies is undone by the next update, and one into sharded parameters is half done when torch
+raises. Since f392c2b2 (writes outside of an update).
 """
 
 from collections.abc import Container, Iterable, Mapping
@@ -21,7 +24,7 @@ from shardwise.plan.placement import SHARDED
 def attach_loads(core: Core) -> list[Any]:
     """Register hooks on the modules with such parameters. Returns their handles."""
     sharded = {id(p) for flat in core.flats if flat.placement.params is SHARDED for p in flat.params}
-    copied = [flat for flat in core.flats if flat.placement.params is not SHARDED and not flat.aliased]
+    copied = [flat for flat in core.flats if flat.placement.params is not SHARDED and not flat.master.aliased]
     places = {id(parameter): (flat, index) for flat in copied for index, parameter in enumerate(flat.params)}
     modules = list(core.model.modules())
     hooks = [
@@ -39,7 +42,7 @@ def _refuse(
     core: Core, sharded: AbstractSet[int], module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any
 ) -> None:
     """Refuse a load that begins here, or outside of the model; any other was refused where it began."""
-    if (prefix and module is not core.model) or core.passes.lent:
+    if (prefix and module is not core.model) or core.setting.passes.lent:
         return
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if prefix + name in state and id(parameter) in sharded:
@@ -60,5 +63,5 @@ def _fill(
         flat, index = places[id(parameter)]
         # torch raises an error for another shape.
         if value.shape == flat.layout.shapes[index]:
-            flat.wait_gather()
+            flat.full.wait()
             flat.fill(index, value)

@@ -3,6 +3,9 @@
 A parameter that was added later would be trained separately by each rank. One that was moved out of its buffer
 (`p.data = …`, as momentum encoders do it) computes with its new memory until the next update, or until values are read:
 then its values are copied into the buffer, and it is put back there.
+
+Without it ranks train an added parameter apart, and updates do not reach a moved one: models that differ, and no error.
+Since ec7b352d (the first engine).
 """
 
 import weakref
@@ -17,7 +20,7 @@ from torch.nn.modules.module import (
 )
 
 from shardwise.engine.core.flat import FlatParams
-from shardwise.engine.core.flat_buffers import unguarded
+from shardwise.engine.core.parameters import unguarded
 from shardwise.engine.guards.written import Writes
 from shardwise.errors import InvalidModel
 from shardwise.plan.placement import SHARDED
@@ -37,7 +40,7 @@ class ManagedParameters:
         replicated = [flat for flat in flats if flat.placement.params is not SHARDED]
         self._params = [parameter for flat in replicated for parameter in flat.params]
         self._places = [(flat, index) for flat in replicated for index in range(len(flat.params))]
-        self._pointers = [view.data_ptr() for flat in replicated for view in flat.full_views]
+        self._pointers = [view.data_ptr() for flat in replicated for view in flat.full.views]
         self._next = 0
         # The model's modules at the last full check; whether anything new was registered since, in any module.
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
@@ -89,12 +92,12 @@ class ManagedParameters:
                     f"{name} was given other memory after shardwise.prepare (p.data = …, set_, vector_to_parameters), "
                     "which the next optimizer.step() copies: do this after it, or write p.data.copy_(…)"
                 )
-            flat.wait_gather()
+            flat.full.wait()
             with torch.no_grad(), unguarded():
                 memory.append((name, StorageWeakRef(parameter.untyped_storage())))  # type: ignore[no-untyped-call]
-                flat.full_views[index].copy_(parameter)
-                parameter.data = flat.full_views[index]
-            flat.touched = True
+                flat.full.views[index].copy_(parameter)
+                parameter.data = flat.full.views[index]
+            flat.master.writes.touch()
         for name, storage in memory:
             if not storage.expired():  # type: ignore[no-untyped-call]
                 raise InvalidModel(
@@ -124,7 +127,7 @@ class ManagedParameters:
 
 def _check_fits(flat: FlatParams, index: int) -> None:
     """Refuse other memory that cannot be copied into the buffer as it is."""
-    parameter, view = flat.params[index], flat.full_views[index]
+    parameter, view = flat.params[index], flat.full.views[index]
     if (parameter.shape, parameter.dtype, parameter.device) != (view.shape, view.dtype, view.device):
         raise InvalidModel(
             f"{flat.names[index]} was given other memory after shardwise.prepare (a cast of its module, p.data = …): "

@@ -1,8 +1,11 @@
-"""Refuses a model that keeps a view of one of its parameters: after `prepare` it would keep the old values.
+"""Refuses a model in which a parameter shares its memory: after `prepare` a view of it would keep the old values.
 
 The parameter moves into a buffer, and a buffer of the model, a tensor on a module or a frozen parameter that shares its
 memory does not move with it. Two do (guards/carried.py): another name of a quantised weight, and what torch's old
 spectral_norm leaves in the place of a weight until the first forward.
+
+Without it such a view computes with the initial values for the whole training, with no error. Since eb84b76c, and for
+two trained parameters in the same memory since 5e135a50 (the first engine).
 """
 
 from bisect import bisect_left
@@ -17,7 +20,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from shardwise.engine.core.flat_buffers import unguarded
+from shardwise.engine.core.parameters import unguarded
 from shardwise.errors import InvalidModel
 from shardwise.program.left_tensors import PLAIN
 from shardwise.torch_internals.torch_private import is_traceable_wrapper_subclass
@@ -63,16 +66,25 @@ def check_views(model: nn.Module) -> None:
             for parameter in every.shared_with(name, buffer):
                 raise _keeps_old_values(name, parameter)
         for name, one in parameters.items():
-            for parameter in every.shared_with(name, one) if not one.requires_grad else ():
+            if one.requires_grad and one.layout is torch.strided and 0 < _num_places(one) < one.numel():
+                raise InvalidModel(f"elements of {name} share memory (expand, as_strided): clone() it before prepare")
+            for parameter in every.shared_with(name, one):
                 if parameter.tensor.requires_grad:
-                    raise InvalidModel(
-                        f"{name} is frozen and shares the memory of {parameter.name}, and would no longer follow it "
-                        "after shardwise.prepare: assign one nn.Parameter to both places (tied), or clone() one"
-                    )
+                    raise _trained_twice(name, parameter, is_frozen=not one.requires_grad)
         for held in _held(model, parameters):
             for parameter in every.shared_with(held.name, held.tensor):
                 if not _moves_along(held, parameter.tensor):
                     raise _keeps_old_values(held.name, parameter)
+
+
+def _trained_twice(name: str, parameter: _Memory, *, is_frozen: bool) -> InvalidModel:
+    what = (
+        f"{name} is frozen and shares the memory of {parameter.name}, and would no longer follow it after "
+        "shardwise.prepare"
+        if is_frozen
+        else f"{name} and {parameter.name} share memory without being one parameter, and would be trained apart"
+    )
+    return InvalidModel(f"{what}: assign one nn.Parameter to both places (tied), or clone() one")
 
 
 def _keeps_old_values(name: str, parameter: _Memory) -> InvalidModel:

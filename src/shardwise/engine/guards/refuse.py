@@ -1,7 +1,10 @@
-"""Refuses models that this engine cannot run, before they are changed."""
+"""Refuses models that this engine cannot run, before they are changed.
+
+Without it gradients are averaged twice, ranks differ by the rows that they look up, or an error comes from deep inside
+of torch. Since 5e135a50 (the first engine).
+"""
 
 import sys
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,11 +15,13 @@ from torch.nn.parameter import is_lazy
 
 from shardwise.comm.dtensor import dtensor_types
 from shardwise.engine.guards.description import check_precision
-from shardwise.engine.guards.loaded_sharded import refuse_loaded_sharded
 from shardwise.errors import InvalidModel
 from shardwise.plan import Plan
 from shardwise.torch_internals.torch_private import is_traceable_wrapper_subclass
 from shardwise.vocabulary.while_alive import WhileAlive, hooked
+
+# Of a DistributedConfig of transformers: those that distribute a model, where they are more than 1.
+_SIZES = ("fsdp_size", "tp_size", "pp_size", "ep_size")
 
 
 def check_model(model: nn.Module, *, plan: Plan) -> None:
@@ -48,28 +53,22 @@ def check_model(model: nn.Module, *, plan: Plan) -> None:
                 f"{name} is part of another model that has been through shardwise.prepare: prepare both at once, in "
                 "nn.ModuleDict({'one': …, 'other': …}), and call each as before"
             )
-    _check_memory(model)
     check_precision(model, plan=plan)
 
 
-def _check_memory(model: nn.Module) -> None:
-    """Refuse trained parameters with elements that are the same memory: each gets a place of its own in a buffer."""
-    spans: list[tuple[int, int, str]] = []
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad or parameter.is_meta or not parameter.numel():
-            continue
-        extents = zip(parameter.shape, parameter.stride(), strict=True)
-        num_places = 1 + sum((size - 1) * stride for size, stride in extents)
-        if num_places < parameter.numel():
-            raise InvalidModel(f"elements of {name} share memory (expand, as_strided): clone() it before prepare")
-        if num_places == parameter.numel():
-            start = parameter.data_ptr()
-            spans.append((start, start + num_places * parameter.element_size(), name))
-    for (_, end, name), (start, _, other) in pairwise(sorted(spans)):
-        if start < end:
+def refuse_loaded_sharded(model: nn.Module) -> None:
+    """Refuse a model of `from_pretrained(…, distributed_config=…)`, or `tp_plan=…`, which becomes such a config.
+
+    As a DTensor it would be refused as well, by a name that the user has not written. Since e783b2e3.
+    """
+    for module in model.modules():
+        if getattr(module, "_is_distributed_loading_by_transformers", False):
+            config = getattr(getattr(module, "config", None), "distributed_config", None)
+            sizes = {name: getattr(config, name, None) or 1 for name in _SIZES}
+            said = ", ".join(f"{name} = {size}" for name, size in sizes.items() if size > 1)
             raise InvalidModel(
-                f"{name} and {other} share memory without being one parameter, and would be trained apart: assign one "
-                "nn.Parameter to both places (tied), or clone() one"
+                f"transformers has distributed this model as it loaded it ({said}): call from_pretrained without "
+                "distributed_config and tp_plan; plan.strategy says how Shardwise shards it"
             )
 
 

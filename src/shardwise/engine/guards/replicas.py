@@ -7,6 +7,9 @@ summed as integers, on its device, and the sums are exchanged; only if they diff
     params replicated     the full buffer, on all ranks
     optim replicated      the master, on all ranks, where it is not the full buffer itself
     optim sharded         the master's slice, on the ranks of the mesh's `replicate` axis that hold the same one
+
+Without it the ranks train models that differ, and only the loss may show it. Since f06b42dc (the first comparisons of
+ranks).
 """
 
 from collections import Counter
@@ -40,14 +43,14 @@ class _Replica:
 
     @property
     def buffer(self) -> Tensor:
-        return self.flat.master if self.is_master else self.flat.full
+        return self.flat.master.values if self.is_master else self.flat.full.buffer
 
     def parts(self) -> list[tuple[str, Tensor]]:
         """Return the parameters in the buffer, by name."""
         flat = self.flat
         if not self.is_master:
-            return list(zip(flat.names, flat.full_views, strict=True))
-        return [(flat.names[part.index], flat.master[part.start : part.stop]) for part in flat.owned]
+            return list(zip(flat.names, flat.full.views, strict=True))
+        return [(flat.names[part.index], flat.master.values[part.start : part.stop]) for part in flat.master.owned]
 
 
 class Replicas:
@@ -62,7 +65,7 @@ class Replicas:
             for flat in flats
             for is_master, compared in (
                 (False, flat.placement.params is not SHARDED),
-                (True, not flat.aliased and (flat.placement.optim is not SHARDED or groups.replicate.size > 1)),
+                (True, not flat.master.aliased and (flat.placement.optim is not SHARDED or groups.replicate.size > 1)),
             )
             if compared
         ]

@@ -1,4 +1,8 @@
-"""Guards the parameters of units that are freed or being gathered, or whose gradients are sharded."""
+"""Guards the parameters of units that are freed or being gathered, or whose gradients are sharded.
+
+Without it a read ends as guard.py says, and a write to gathered parameters is lost with the next gather, with no error.
+Since 2c1f55bf, writes since 4dd9739b (random compositions).
+"""
 
 from collections.abc import Sequence
 from functools import partial
@@ -17,11 +21,8 @@ def guard_units(events: StepEvents) -> None:
     """Intercept reads of the parameters of resting units, and refuse writes to those of sharded units at work."""
     events.unit_settled.append(_guard)
     writes = _LostWrites()
-    # Before a parameter at rest is refused to whoever looks at it.
-    events.unit_rests.append(writes.check)
-    events.unit_rests.append(lambda unit, parameters: rest(parameters))
-    events.unit_wakes.append(lambda unit: wake(unit.settled))
-    events.unit_wakes.append(writes.note)
+    events.unit_rests.append(writes.rest)
+    events.unit_wakes.append(writes.wake)
     events.values_replaced.append(writes.forget)
 
 
@@ -32,7 +33,8 @@ class _LostWrites:
         # Unit → how often torch has counted a write to each of its parameters when they were gathered.
         self._counts: dict[Unit, list[int]] = {}
 
-    def note(self, unit: Unit) -> None:
+    def wake(self, unit: Unit) -> None:
+        wake(unit.settled)
         if unit.sharded:
             self._counts[unit] = [parameter._version for parameter in unit.settled]
 
@@ -40,7 +42,12 @@ class _LostWrites:
         """The engine itself replaces the values."""
         self._counts.clear()
 
-    def check(self, unit: Unit, parameters: Sequence[nn.Parameter]) -> None:
+    def rest(self, unit: Unit, parameters: Sequence[nn.Parameter]) -> None:
+        # Before a parameter at rest is refused to whoever looks at it.
+        self._check(unit)
+        rest(parameters)
+
+    def _check(self, unit: Unit) -> None:
         """Refuse what was written since."""
         before = self._counts.pop(unit, None)
         if before is None or before == [parameter._version for parameter in unit.settled]:
@@ -58,14 +65,14 @@ def _guard(unit: Unit) -> None:
     for flat in unit.flats:
         for index, (parameter, name) in enumerate(zip(flat.params, flat.names, strict=True)):
             parameter._touched = partial(_touched, unit, flat, name)  # type: ignore[attr-defined]
-            parameter._drop_grad = partial(flat.drop_grads, {index})  # type: ignore[attr-defined]
+            parameter._drop_grad = partial(flat.grads.drop, {index})  # type: ignore[attr-defined]
 
 
 def _touched(unit: Unit, flat: FlatParams, name: str, is_grad: bool) -> None:
     """Refuse a read of a resting parameter, or make it readable."""
     if is_grad:
         # Before a backward there is no gradient: None is correct.
-        if flat.shows_grads or not any(other.has_grads() for other in unit.flats):
+        if flat.grads.shows or not any(other.master.has_grads for other in unit.flats):
             return
         refuse(name, is_grad=True)
     if unit.lend():
@@ -77,6 +84,6 @@ def _touched(unit: Unit, flat: FlatParams, name: str, is_grad: bool) -> None:
             raise forward_called_directly(unit.name)
         refuse(name, is_grad=False)
     for other in unit.flats:
-        other.wait_gather()
+        other.full.wait()
     # A write through `p.data` would not be counted by torch.
-    flat.touched = True
+    flat.master.writes.touch()

@@ -12,6 +12,9 @@ twice that. The sum is the same on all ranks: if it is not 0, all of them stop a
 
 On a GPU no rank waits for it: the flag is copied to the host during the computation, and checked as soon as it has
 arrived, at the latest before the next update.
+
+Without it a rank that issues other collectives waits for ever, or sums what does not belong together, with no error.
+Since 65e371d4 (ranks that stop), before each update since f06b42dc.
 """
 
 from zlib import crc32

@@ -3,6 +3,9 @@
 A flat buffer holds plain elements. So the inner tensors become frozen parameters, which are sharded, gathered and freed
 like any other, and torch's parametrization rebuilds the subclass from them whenever the module reads its weight. They
 are stored as bytes, so that the plan's precision does not change them.
+
+Without it such a weight is refused (refuse.py): it has no elements of its own to put into a buffer. Since 5dc4fae2
+(quantised bases).
 """
 
 from collections.abc import Callable, Iterator, Sequence

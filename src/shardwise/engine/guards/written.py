@@ -13,14 +13,17 @@ Where both are the same memory there is nothing to do.
 
 torch counts the writes to a tensor (`_version`), and the views of a buffer share one count. Writes through `p.data` are
 not counted, so between two updates slices have a class that intercepts `p.data` (the counts: core/master_writes.py).
+
+Without it one copy keeps the old values: a write is undone by the next update, or each rank trains with its own, with
+no error. Since f392c2b2.
 """
 
 from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
-from shardwise.engine.core.flat import FlatParams
-from shardwise.engine.core.flat_buffers import refresh, unguarded
+from shardwise.engine.core.flat import FlatParams, refresh
+from shardwise.engine.core.parameters import unguarded
 from shardwise.engine.guards.guard import GuardClasses, wake
 from shardwise.errors import InvalidModel
 from shardwise.plan.placement import SHARDED
@@ -61,28 +64,26 @@ class Writes:
     def __init__(self, flats: Sequence[FlatParams]) -> None:
         replicated = [flat for flat in flats if flat.placement.params is not SHARDED]
         # Buffers whose module's parameters are copies of the master.
-        self._copied = [flat for flat in replicated if not flat.aliased]
+        self._copied = [flat for flat in replicated if not flat.master.aliased]
         self._params = [parameter for flat in self._copied for parameter in flat.params]
-        cut = [flat for flat in flats if flat.is_separate]
-        self._slices = [part.parameter for flat in cut for part in flat.owned]
+        cut = [flat for flat in flats if flat.master.is_separate]
+        self._slices = [part.parameter for flat in cut for part in flat.master.owned]
         # Buffers whose slices have copies: in the full buffer, here or on other ranks, or staged.
-        self._sliced = [f for f in cut if f.placement.params is not SHARDED or f.is_staged]
+        self._sliced = [f for f in cut if f.placement.params is not SHARDED or f.master.is_staged]
         # Buffers whose slices' gradients are views of the gradients that the module's parameters show.
-        self._shown = [flat for flat in cut if flat.shows_grads]
+        self._shown = [flat for flat in cut if flat.grads.shows]
         for flat in cut:
             # Without copies there is nothing to update: the next gather includes the write.
             lend = flat.lend_master if flat in self._sliced else (lambda: None)
-            for part in flat.owned:
+            for part in flat.master.owned:
                 part.parameter._lend = lend  # type: ignore[attr-defined]
         self.settled()
 
     def settled(self) -> None:
         """Begin to look for writes: those up to now were the engine's."""
         self._counts = self._count()
-        for flat in self._copied:
-            flat.touched = False
         for flat in self._sliced:
-            flat.writes.settled()
+            flat.master.writes.settled()
         for parameter in self._slices:
             parameter.__class__ = _SLICES[type(parameter)]
 
@@ -99,19 +100,19 @@ class Writes:
     def follow_grads(self) -> None:
         """Update the slices' gradients where `p.grad` of the module was replaced."""
         for flat in self._shown:
-            flat.follow_shown_grads()
+            flat.grads.follow_shown()
 
     def settle(self, *, announced: bool = False) -> None:
         """Update all copies of written values before they are read, or refuse the write.
 
         With `announced`, all ranks have written (shardwise.edit), and the slices are gathered next.
         """
-        slices = [flat for flat in self._sliced if flat.writes.found]
+        slices = [flat for flat in self._sliced if flat.master.writes.found]
         if not self._take_over(but=slices) and not slices:
             return
         for flat in slices:
             if flat.placement.params is SHARDED:
-                flat.stage()
+                flat.master.stage()
             elif flat.placement.optim is not SHARDED:
                 refresh([flat])
             elif not announced:
@@ -129,11 +130,11 @@ class Writes:
     def _take_over(self, *, but: Sequence[FlatParams]) -> bool:
         """Copy written parameters into their masters; refuse if slices of the same buffer were written as well."""
         counts = self._count()
-        if counts == self._counts and not any(flat.touched for flat in self._copied):
+        if counts == self._counts and not any(flat.master.writes.touched for flat in self._copied):
             return False
         changed = {id(p) for p, now, then in zip(self._params, counts, self._counts, strict=True) if now != then}
         for flat in self._copied:
-            if not flat.touched and not any(id(parameter) in changed for parameter in flat.params):
+            if not flat.master.writes.touched and not any(id(parameter) in changed for parameter in flat.params):
                 continue
             if any(flat is other for other in but):
                 raise InvalidModel(

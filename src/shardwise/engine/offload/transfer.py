@@ -4,7 +4,7 @@ Without a GPU a copy is made at once, so that all other code is the same and can
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -170,10 +170,10 @@ class HostCopies:
         with torch.cuda.stream(self._loads):
             yield
 
-    def arrival(self, then: Work | None) -> Work:
-        """Return what is waited for until everything that was loaded so far is there, and `then` is done."""
+    def arrival(self, gathering: Work | None, *, then: Callable[[], None]) -> Work:
+        """Return what is waited for until everything that was loaded so far is there and gathered; `then` is called."""
         event = None if self._loads is None else self._loads.record_event()
-        return _Arrival(self._lane, event, then or DONE)
+        return _Arrival(self._lane, event, gathering or DONE, then)
 
     def settle(self, update: Any) -> None:
         """Wait until an update, or a copy, has written host memory."""
@@ -182,10 +182,11 @@ class HostCopies:
 
 
 class _Arrival:
-    def __init__(self, lane: Lane, event: Any, then: Work) -> None:
-        self._lane, self._event, self._then = lane, event, then
+    def __init__(self, lane: Lane, event: Any, gathering: Work, then: Callable[[], None]) -> None:
+        self._lane, self._event, self._gathering, self._then = lane, event, gathering, then
 
     def wait(self) -> None:
-        self._then.wait()
+        self._gathering.wait()
         if self._event is not None:
             self._lane.wait(self._event)
+        self._then()

@@ -42,7 +42,7 @@ def _unscale_grads(
     """
     if not isinstance(scaler, GradScaler) and any(owner.in_slices(optimizer) for owner in _PREPARED):
         raise foreign_scaler()
-    if any(owner.core.plan.updates_in_backward and owner.adopted(optimizer) for owner in _PREPARED):
+    if any(owner.core.followed.plan.updates_in_backward and owner.adopted(optimizer) for owner in _PREPARED):
         raise updated_in_backward("a GradScaler")
     _recognise(optimizer)
     return unscale(scaler, _with_slices(optimizer), *arguments, **options)

@@ -10,7 +10,8 @@ from torch.optim import Optimizer
 
 from shardwise.engine.core.core import Core
 from shardwise.engine.core.flat import FlatParams
-from shardwise.engine.core.flat_buffers import Owned, parameter_like
+from shardwise.engine.core.master import Owned
+from shardwise.engine.core.parameters import parameter_like
 from shardwise.engine.optimizer.streamed_update import StreamedUpdate, empty_stand_in, group_numbers, plain_step
 from shardwise.errors import InvalidModel
 from shardwise.program.rules.updates import is_in_backward
@@ -24,11 +25,11 @@ class BackwardUpdate:
         # Whether a backward has begun since the last step: then units may be of two steps.
         self._has_begun = False
         self._allocated: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        core.events.pass_begins.append(lambda learned: self._allocate())
-        core.events.grads_averaged.append(self._update)
-        core.events.last_backward_begins.append(self._begin)
-        core.events.update_ended.append(self._end)
-        core.events.values_read.append(lambda announced: self._check_whole())
+        core.setting.events.pass_begins.append(lambda learned: self._allocate())
+        core.setting.events.grads_averaged.append(self._update)
+        core.setting.events.last_backward_begins.append(self._begin)
+        core.setting.events.values_written.append(self._end)
+        core.setting.events.values_read.append(lambda announced: self._check_whole())
 
     def _allocate(self) -> None:
         """Allocate the state on the device before the first forward: in backward it would lie among activations."""
@@ -39,7 +40,7 @@ class BackwardUpdate:
 
     def _begin(self) -> None:
         """Refuse what cannot be updated, on all ranks alike, before any unit is."""
-        if not any(is_in_backward(self._core.plan, flat.placement) for flat in self._core.flats):
+        if not any(is_in_backward(self._core.followed.plan, flat.placement) for flat in self._core.flats):
             return
         if not self._optimizers:
             raise InvalidModel("update = 'backward': give shardwise.prepare the optimizer, which updates in backward")
@@ -55,24 +56,24 @@ class BackwardUpdate:
 
     @torch.no_grad()
     def _update(self, flat: FlatParams) -> None:
-        if self._core.passes.accumulating or not self._is_used(flat):
+        if self._core.setting.passes.accumulating or not self._is_used(flat):
             # More passes follow, each of which is reduced under dynamic = true. Or another rank may have used the
             # rest, which is known at the end of backward: then optimizer.step() updates it.
             return
-        flat.writes.before_own()
+        flat.master.writes.before_own()
         for optimizer in self._optimizers:
             stepped = group_numbers(optimizer)
             parts = [
                 (part, part.parameter.grad)
-                for part in flat.owned
+                for part in flat.master.owned
                 if part.parameter.grad is not None and id(part.parameter) in stepped
             ]
-            if parts and flat.host is not None:
+            if parts and flat.master.host is not None:
                 self._streamed.update_in_backward(flat, parts, optimizer=optimizer)
             elif parts:
                 _step(flat, parts, optimizer=optimizer)
-        flat.writes.after_own()
-        flat.drop_grads(range(len(flat.params)))
+        flat.master.writes.after_own()
+        flat.grads.drop(range(len(flat.params)))
 
     def _check_whole(self) -> None:
         """Refuse to read values between backward and step, or after a backward that failed: units are of two steps."""
@@ -93,7 +94,7 @@ def _step(flat: FlatParams, parts: list[tuple[Owned, Tensor]], *, optimizer: Opt
     number_of = group_numbers(optimizer)
     for part, grad in parts:
         # Between two steps the optimizer's own parameters are guarded, for which torch has no fast kernels.
-        plain = parameter_like(part.parameter, flat.master[part.start : part.stop])
+        plain = parameter_like(part.parameter, flat.master.values[part.start : part.stop])
         plain.grad = grad
         stand_in.param_groups[number_of[id(part.parameter)]]["params"].append(plain)
         # The same dictionary, which the step fills.

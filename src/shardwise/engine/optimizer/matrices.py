@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from shardwise.comm.issued import CollectiveName
 from shardwise.engine.core.core import Core
 from shardwise.engine.core.flat import FlatParams
-from shardwise.engine.core.flat_buffers import parameter_like, unguarded
+from shardwise.engine.core.parameters import parameter_like, unguarded
 from shardwise.engine.core.step_errors import frozen_has_gradient
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.guards.guard import ShardedParameter, rest, wake
@@ -68,8 +68,8 @@ class OwnedMatrices:
     def __init__(self, core: Core) -> None:
         self._units = core.units
         self._tape = core.setting.tape
-        core.add_operation(Kind.TO_OWNERS, lambda operation: partial(self.to_owners, operation))
-        core.add_operation(Kind.FROM_OWNERS, lambda operation: partial(self.from_owners, operation))
+        core.executor.add(Kind.TO_OWNERS, lambda operation: partial(self.to_owners, operation))
+        core.executor.add(Kind.FROM_OWNERS, lambda operation: partial(self.from_owners, operation))
         self._of: weakref.WeakKeyDictionary[Optimizer, list[OwnedMatrix]] = weakref.WeakKeyDictionary()
         self._stepping: list[OwnedMatrix] = []
         self._to = {name: CollectiveName(f"{Kind.TO_OWNERS.value} {name}") for name in self._units}
@@ -109,7 +109,7 @@ class OwnedMatrices:
 
     def begin_step(self, optimizer: Optimizer) -> None:
         """Prepare an update of this optimizer: those of its matrices that have a gradient move."""
-        self._stepping = [matrix for matrix in self.of(optimizer) if matrix.flat.has_grad(matrix.index)]
+        self._stepping = [matrix for matrix in self.of(optimizer) if matrix.flat.grads.has(matrix.index)]
         for matrix in self._stepping:
             if matrix.flat not in matrix.unit.trained_flats:
                 # The program moves nothing of it to its owner.
@@ -118,7 +118,10 @@ class OwnedMatrices:
     def slices(self, optimizer: Optimizer) -> list[nn.Parameter]:
         """Return this rank's slices of an optimizer's matrices; they have the gradients between updates."""
         return [
-            part.parameter for matrix in self.of(optimizer) for part in matrix.flat.owned if part.index == matrix.index
+            part.parameter
+            for matrix in self.of(optimizer)
+            for part in matrix.flat.master.owned
+            if part.index == matrix.index
         ]
 
     def zero_grads(self, optimizer: Optimizer) -> None:
@@ -182,14 +185,14 @@ class _Exchange:
 
     def send_slices(self, *, name: CollectiveName) -> Iterator[tuple[OwnedMatrix, list[Tensor]]]:
         """Send slices to the owners; return this rank's matrices, each with its flat values and gradient."""
-        parts = {part.index: part for part in self._flat.owned}
+        parts = {part.index: part for part in self._flat.master.owned}
         pieces: list[Tensor] = []
         for matrix in sorted(self._matrices, key=lambda matrix: matrix.owner):
             if matrix.index in parts:
                 part = parts[matrix.index]
                 grad = part.parameter.grad
                 assert grad is not None
-                pieces += [self._flat.master[part.start : part.stop], grad.reshape(-1)]
+                pieces += [self._flat.master.values[part.start : part.stop], grad.reshape(-1)]
         received = self._move(pieces, sizes=self._by_owner, received_sizes=self._by_slice, name=name)
         cut = self._cut(received, tensors_each=2)
         return ((matrix, [torch.cat(ranks) for ranks in zip(*cut[matrix.name], strict=True)]) for matrix in self._mine)
@@ -202,9 +205,9 @@ class _Exchange:
                 start, stop = matrix.part_of(rank)
                 pieces.append(matrix.unsharded.detach().reshape(-1)[start:stop])
         received = self._move(pieces, sizes=self._by_slice, received_sizes=self._by_owner, name=name)
-        parts = {part.index: part for part in self._flat.owned}
+        parts = {part.index: part for part in self._flat.master.owned}
         held = [m for m in sorted(self._matrices, key=lambda matrix: matrix.owner) if m.index in parts]
-        targets = [self._flat.master[parts[m.index].start : parts[m.index].stop] for m in held]
+        targets = [self._flat.master.values[parts[m.index].start : parts[m.index].stop] for m in held]
         if targets:
             torch._foreach_copy_(targets, list(torch.split(received, [target.numel() for target in targets])))
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from shardwise.comm.agreement import agree, meet
 from shardwise.engine.core.closure import StepClosure
 from shardwise.engine.core.core import Core
+from shardwise.engine.core.edited_values import editing
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.optimizer_slices import OptimizerSlices
 from shardwise.engine.core.step_errors import not_reduced_yet
@@ -68,12 +69,8 @@ class OwnedParameters(OptimizerSlices):
     def _update_apart(self, core: Core) -> None:
         """Have states updated outside of the optimizers' own steps, where the plan says so."""
         self.streamed = StreamedUpdate(core)
-        if core.plan.updates_in_backward:
+        if core.followed.plan.updates_in_backward:
             BackwardUpdate(core, optimizers=self.group_names, streamed=self.streamed)
-
-    @property
-    def _flats(self) -> Sequence[FlatParams]:
-        return self.core.flats
 
     def follow_core(self, core: Core) -> None:
         """Use the core of the model's new plan."""
@@ -105,7 +102,7 @@ class OwnedParameters(OptimizerSlices):
 
     def check(self, optimizer: Optimizer, *, sharded: Mapping[str, bool]) -> None:
         """Refuse an adopted optimizer that cannot step slices of the parameters that would be `sharded`, by name."""
-        if self._any_optimizer or not self._flats:
+        if self._any_optimizer or not self.core.flats:
             return
         stepped: dict[int, Stepped] = {}
         for group, names in zip(optimizer.param_groups, self.group_names[optimizer], strict=True):
@@ -113,9 +110,8 @@ class OwnedParameters(OptimizerSlices):
             now = [sharded[name] for name in names] if len(names) == len(group["params"]) else None
             for number, parameter in enumerate(group["params"]):
                 stepped[id(parameter)] = Stepped(sharded=now is not None and now[number], dtype=parameter.dtype)
-        flat = self._flats[0]
-        verdicts = judge(optimizer, stepped=stepped, device=flat.stepped_on)
-        if any(needs_owner(verdict, alignment=flat.alignment) for verdict in verdicts.values()):
+        verdicts = judge(optimizer, stepped=stepped, device=self.core.flats[0].stepped_on)
+        if any(needs_owner(verdict, alignment=self.core.setting.alignment) for verdict in verdicts.values()):
             raise InvalidPlan(
                 f"{name_of(optimizer)} looks at more than an element in its update, and under this plan it would step "
                 "slices: save a checkpoint and prepare the model again"
@@ -150,7 +146,7 @@ class OwnedParameters(OptimizerSlices):
 
         def describe() -> str:
             check_optimizer(optimizer, stepped=self._stepped)
-            check_streamed(optimizer, plan=self.core.plan)
+            check_streamed(optimizer, plan=self.core.followed.plan)
             owned.extend(self._to_own(optimizer))
             return "\n".join((describe_optimizer(optimizer, names=self._names), *(f"OWNED {name}" for name in owned)))
 
@@ -160,14 +156,12 @@ class OwnedParameters(OptimizerSlices):
 
     def _to_own(self, optimizer: Optimizer, *, first_group: int = 0) -> list[str]:
         """Return the parameters that must be stepped unsharded: their update reads more than one element at a time."""
-        if self._any_optimizer or not self._flats:
+        if self._any_optimizer or not self.core.flats:
             return []
-        flat = self._flats[0]
-        verdicts = judge(optimizer, stepped=self._stepped, device=flat.stepped_on, first_group=first_group)
+        alignment, stepped_on = self.core.setting.alignment, self.core.flats[0].stepped_on
+        verdicts = judge(optimizer, stepped=self._stepped, device=stepped_on, first_group=first_group)
         check_reach(optimizer, verdicts=verdicts)
-        found = [
-            self._names[key] for key, verdict in verdicts.items() if needs_owner(verdict, alignment=flat.alignment)
-        ]
+        found = [self._names[key] for key, verdict in verdicts.items() if needs_owner(verdict, alignment=alignment)]
         if found and dist.get_rank() == 0:
             warn_owned(optimizer, num_owned=len(found), num_held=len(verdicts))
         return found
@@ -184,7 +178,7 @@ class OwnedParameters(OptimizerSlices):
         made = {self._names[id(parameter)]: state for parameter, state in optimizer.state.items()}
         optimizer.state.clear()
         super().adopt(optimizer)
-        optimizer.state.update(own_states(made, flats=self._flats, matrices=self.matrices.of(optimizer)))
+        optimizer.state.update(own_states(made, flats=self.core.flats, matrices=self.matrices.of(optimizer)))
         suit_devices(optimizer, device=self.core.setting.update_device)
         held_weakly = weakref.ref(optimizer)
         optimizer.add_param_group = partial(self._add_param_group, held_weakly)  # type: ignore[method-assign]
@@ -197,19 +191,21 @@ class OwnedParameters(OptimizerSlices):
     def _own(self, names: Sequence[str]) -> None:
         """From the next update on, have each of these parameters stepped unsharded, by the rank that owns it."""
         core = self.core
-        new = [name for name in names if not core.plan.owns(name)]
+        new = [name for name in names if not core.followed.plan.owns(name)]
         if not new:
             return
-        if core.holds_grads:
+        if core.executor.holds_grads:
             raise not_reduced_yet()
         every = [name for flat in core.flats for name in flat.names]
-        core.follow_plan(replace(core.plan, owned=(*core.plan.owned, *short_patterns(new, among=every))))
+        followed = core.followed
+        owned = (*followed.plan.owned, *short_patterns(new, among=every))
+        followed.follow(followed.spec, plan=replace(followed.plan, owned=owned))
 
     def _switch(self, held: "weakref.ref[Optimizer]", switch: str) -> None:
         """Run `train` or `eval` of a schedule-free optimizer, which exchanges the parameters' values. Collective."""
         optimizer = held()
         assert optimizer is not None
-        with self.core.editing():
+        with editing(self.core):
             getattr(type(optimizer), switch)(optimizer)
 
     def _add_param_group(self, held: "weakref.ref[Optimizer]", param_group: dict[str, Any]) -> None:
@@ -269,7 +265,7 @@ class OwnedParameters(OptimizerSlices):
         """Return what is stepped for each parameter on this rank: a slice, a matrix that it owns, or nothing."""
         sharded = [self._stepped[id(parameter)].sharded for parameter in parameters]
         self._steps_slices[optimizer] = any(sharded) or self._steps_slices.get(optimizer, False)
-        plan = self.core.plan
+        plan = self.core.followed.plan
         held = {matrix.name for matrix in self.matrices.of(optimizer)}
         in_slices = [name for name, is_sharded in zip(names, sharded, strict=True) if is_sharded]
         self.matrices.own(optimizer, [name for name in in_slices if plan.owns(name) and name not in held])
@@ -290,10 +286,10 @@ class OwnedParameters(OptimizerSlices):
         """Return the state dict of a plain optimizer: full tensors, by number. Collective where states are sharded."""
         optimizer = held()
         assert optimizer is not None
-        if any(flat.placement.optim is SHARDED for flat in self._flats):
+        if any(flat.placement.optim is SHARDED for flat in self.core.flats):
             meet("optimizer.state_dict", limit_seconds=self.limit_seconds)
         self.streamed.settle()
-        states = unsharded_states(optimizer, flats=self._flats, matrices=self.matrices.of(optimizer))
+        states = unsharded_states(optimizer, flats=self.core.flats, matrices=self.matrices.of(optimizer))
         return numbered_state(optimizer, states=states, names=self.group_names[optimizer])
 
     def _load_state_dict(self, held: "weakref.ref[Optimizer]", state_dict: Mapping[str, Any]) -> None:
@@ -302,7 +298,7 @@ class OwnedParameters(OptimizerSlices):
         assert optimizer is not None
         self.streamed.settle()
         states = named_states(state_dict, groups=self.group_names[optimizer])
-        own = own_states(states, flats=self._flats, matrices=self.matrices.of(optimizer))
+        own = own_states(states, flats=self.core.flats, matrices=self.matrices.of(optimizer))
         load_numbered(optimizer, state_dict, states=states, own=own, names=self.group_names[optimizer])
 
     def before_step(self, optimizer: Optimizer | None) -> None:

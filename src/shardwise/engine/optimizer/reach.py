@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.engine.core.flat_buffers import parameter_like
+from shardwise.engine.core.parameters import parameter_like
 from shardwise.vocabulary.layout import ALIGNMENT
 
 NUM_STEPS = 10

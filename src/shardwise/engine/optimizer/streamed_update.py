@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwise.engine.core.core import Core
-from shardwise.engine.core.flat import FlatParams, set_grad
-from shardwise.engine.core.flat_buffers import Owned, parameter_like
+from shardwise.engine.core.flat import FlatParams
+from shardwise.engine.core.master import Owned
+from shardwise.engine.core.parameters import parameter_like, set_grad
 from shardwise.engine.optimizer.allocate import allocate_states
 from shardwise.engine.optimizer.known import ELEMENTWISE, name_of
 from shardwise.engine.optimizer.update_chunks import ChunkSlot, Piece, UpdateStreams, chunks
@@ -80,21 +81,19 @@ class StreamedUpdate:
         # Flats whose gradients are read by updates inside backward.
         self._in_flight: deque[tuple[FlatParams, Any]] = deque()
         self._steps_since_made = 0
-        events = core.events
-        events.values_read.append(lambda announced: self.settle())
-        events.streams_meet.append(self._join)
-        events.recording_begins.append(self._begin_recording)
-        events.recording_ended.append(self._forget_recording)
-        events.update_replayed.append(self._follow_replay)
+        core.setting.events.values_read.append(lambda announced: self.settle())
+        core.setting.beside.append(self)
 
     @property
     def flats(self) -> list[FlatParams]:
         """The flats whose states pass through the device."""
-        return [flat for flat in self._core.flats if flat.host is not None and flat.host.keeps_grads]
+        if self._core.setting.host is None:
+            return []
+        return [flat for flat in self._core.flats if flat.master.passes_through_device]
 
     def allocate_others(self, optimizer: Optimizer) -> None:
         """Allocate the state of everything else, which stays on the device, before the first update."""
-        allocate_states(optimizer, without={id(part.parameter) for flat in self.flats for part in flat.owned})
+        allocate_states(optimizer, without={id(part.parameter) for flat in self.flats for part in flat.master.owned})
 
     def slot_tensors(self) -> list[Tensor]:
         """Return the memory through which states pass."""
@@ -103,26 +102,26 @@ class StreamedUpdate:
     def settle(self) -> None:
         """Wait until all updates have written host memory, before anything reads it there."""
         for flat in self.flats:
-            flat.settle()
+            flat.master.settle()
 
     def wait(self) -> None:
         """Let the device wait until updates no longer read gradients."""
         for flat in self.flats:
-            self._streams.wait(None, flat.update)
+            self._streams.wait(None, flat.master.update)
 
     def begin_step(self, optimizer: Optimizer) -> None:
         """Take the gradients of what lives in host memory, which the optimizer's own step then leaves alone."""
         self._give_back()
         stepped = group_numbers(optimizer)
         for flat in self._in_order_of_use():
-            for part in flat.owned:
+            for part in flat.master.owned:
                 grad = part.parameter.grad
                 if grad is not None and id(part.parameter) in stepped:
                     self._taken.append((flat, part, grad))
                     part.parameter.grad = None
 
     def _in_order_of_use(self) -> list[FlatParams]:
-        calls = {unit: place for place, unit in enumerate(dict.fromkeys(self._core.spec.call_order))}
+        calls = {unit: place for place, unit in enumerate(dict.fromkeys(self._core.followed.spec.call_order))}
         of_unit = {id(flat): unit.name for unit in self._core.units.values() for flat in unit.flats}
         return sorted(self.flats, key=lambda flat: calls.get(of_unit.get(id(flat), ""), len(calls)))
 
@@ -170,7 +169,7 @@ class StreamedUpdate:
         self._in_flight.append((flat, self._streams.record("step")))
         for earlier, stepped in overdue(self._in_flight, most=MOST_GRADS):
             self._streams.wait(None, stepped)
-            earlier.in_use = None
+            earlier.master.was_read()
 
     def _stream(
         self,
@@ -181,13 +180,13 @@ class StreamedUpdate:
         options: Optimizer,
     ) -> None:
         self._largest = min(CHUNK_ELEMENTS, max(flat.layout.slice_elements for flat in self.flats))
-        before, sent = flat.update, None
+        before, sent = flat.master.update, None
         for chunk in chunks(parts, largest=self._largest):
             slot = self._slots[0]
             self._slots = [*self._slots[1:], slot]
             sent = self._update(flat, chunk, slot=slot, after=before, optimizer=optimizer, options=options)
         rates = [value for group in options.param_groups for value in group.values() if isinstance(value, Tensor)]
-        flat.update, flat.in_use = sent, [*(grad for _, grad in parts), *rates]
+        flat.master.be_written_by(sent, reads=[*(grad for _, grad in parts), *rates])
 
     def _update(
         self,
@@ -201,7 +200,7 @@ class StreamedUpdate:
     ) -> Any:
         """Bring a chunk in, update it and send it out; return the event of its end."""
         streams, first, last = self._streams, chunk[0].start, chunk[-1].stop
-        master = flat.host_master[first:last]
+        master = flat.master.unsettled[first:last]
         with streams.on("bring"):
             # On this stream also the memory: a fill of it (deterministic algorithms) must come before the copy.
             here = self._room(slot, "master", master.numel(), dtype=master.dtype)
@@ -214,14 +213,14 @@ class StreamedUpdate:
             streams.wait("step", brought)
             plain_step(stand_in)
             cast = None
-            if flat.is_staged:
-                cast = self._room(slot, "staged", master.numel(), dtype=flat.staged.dtype).copy_(here)
+            if flat.master.is_staged:
+                cast = self._room(slot, "staged", master.numel(), dtype=flat.master.staged.dtype).copy_(here)
             stepped = streams.record("step")
         with streams.on("send"):
             streams.wait("send", stepped)
             master.copy_(here, non_blocking=True)
             if cast is not None:
-                flat.staged[first:last].copy_(cast, non_blocking=True)
+                flat.master.staged[first:last].copy_(cast, non_blocking=True)
             self._send_states(flat, chunk, stand_in, optimizer=optimizer)
             slot.sent = streams.record("send")
         # Not the gradients, which are kept only until the device waits for the update.
@@ -282,24 +281,24 @@ class StreamedUpdate:
 
     def _host_state(self, flat: FlatParams, key: str, value: Tensor) -> Tensor:
         """Return host memory for a state of a flat's parameters."""
-        assert flat.host is not None
+        assert flat.master.host is not None
         states = self._states.setdefault(flat, {})
         if key not in states:
             self._steps_since_made = 0
-            states[key] = flat.host.zeros(flat.host_master.numel(), dtype=value.dtype)
+            states[key] = flat.master.host.zeros(flat.master.unsettled.numel(), dtype=value.dtype)
         return states[key]
 
     # Steps as graphs: the copies of an update are a part of them, and read and write the same addresses in each replay
 
-    def _join(self) -> None:
+    def join(self) -> None:
         """Let the computation wait for all updates. What they have read and used may be used again."""
         self.wait()
         for flat in self.flats:
-            flat.in_use = None
+            flat.master.was_read()
         for slot in self._slots:
             slot.forget()
 
-    def _begin_recording(self) -> None:
+    def begin_recording(self) -> None:
         """Allocate what chunks need in each slot: memory that came during a recording would be the graph's."""
         self.settle()
         with self._streams.on("bring"):
@@ -307,16 +306,16 @@ class StreamedUpdate:
                 for slot in self._slots:
                     self._room(slot, name, self._largest, dtype=dtype)
 
-    def _forget_recording(self) -> None:
+    def forget_recording(self) -> None:
         """Forget the recorded updates, which have not run."""
         self._taken = []
         for flat in self.flats:
-            flat.update = flat.in_use = None
+            flat.master.be_written_by(None)
         for slot in self._slots:
             slot.forget()
 
-    def _follow_replay(self) -> None:
+    def follow_replay(self) -> None:
         """Let whatever reads host memory wait for a replayed update."""
         replayed = self._streams.record(None)
         for flat in self.flats:
-            flat.update = replayed
+            flat.master.be_written_by(replayed)

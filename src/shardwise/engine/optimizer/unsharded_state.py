@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from shardwise.comm.agreement import exchange
 from shardwise.comm.collectives import own_slice
-from shardwise.engine.core.flat import FlatParams
-from shardwise.engine.core.flat_buffers import FOR_STATE, Owned
+from shardwise.engine.core.flat import FOR_STATE, FlatParams
+from shardwise.engine.core.master import Owned
 from shardwise.engine.optimizer.matrices import OwnedMatrix
 from shardwise.errors import InvalidData
 from shardwise.plan.placement import SHARDED
@@ -112,7 +112,7 @@ def state_kinds(optimizer: Optimizer, *, flats: Sequence[FlatParams]) -> dict[tu
     """
     mine: dict[tuple[int, int, str], Any] = {}
     for number, flat in enumerate(flats):
-        for part in flat.owned:
+        for part in flat.master.owned:
             for key, value in optimizer.state.get(part.parameter, {}).items():
                 mine[number, part.index, key] = _kind(flat, part, value)
     is_sharded = any(flat.placement.optim is SHARDED for flat in flats)
@@ -147,9 +147,11 @@ def _kind(flat: FlatParams, part: Owned, value: Any) -> Any:
 def own_state(flat: FlatParams, optimizer: Optimizer, *, key: str, kind: Laid, into: Tensor | None = None) -> Tensor:
     """Return this rank's part of one kind of state of a flat buffer, laid out like its master."""
     mine = (
-        torch.zeros(flat.master.numel() // kind.block, dtype=kind.dtype, device=flat.device) if into is None else into
+        torch.zeros(flat.master.values.numel() // kind.block, dtype=kind.dtype, device=flat.device)
+        if into is None
+        else into
     )
-    for part in flat.owned:
+    for part in flat.master.owned:
         value = optimizer.state.get(part.parameter, {}).get(key)
         # It may be of another kind for another parameter of the buffer.
         if isinstance(value, Tensor) and _kind(flat, part, value) == kind:
@@ -171,7 +173,7 @@ def _gather_state(flat: FlatParams, optimizer: Optimizer, *, key: str, kind: Lai
 def _cut_state(flat: FlatParams, gathered: Tensor, *, index: int, kind: Laid) -> Tensor:
     """Return a copy of one parameter's part of a gathered state."""
     if kind.block == 1:
-        return flat.views(gathered)[index].clone()
+        return flat.full.views_of(gathered)[index].clone()
     start = flat.layout.offsets[index] // kind.block
     return gathered[start : start + -(-prod(flat.layout.shapes[index]) // kind.block)].clone()
 
@@ -243,7 +245,7 @@ def own_states(
             for key, value in states[flat.names[part.index]].items()
         }
         for flat in flats
-        for part in flat.owned
+        for part in flat.master.owned
         if flat.names[part.index] in states
     }
 
@@ -285,6 +287,6 @@ def _own_part(flat: FlatParams, part: Owned, value: Any, *, is_number: bool) -> 
     if flat.placement.optim is not SHARDED:
         return value.to(part.parameter.device, copy=True).view_as(part.parameter)
     block = flat.block if by_block else 1
-    first = flat.groups.gather.index * flat.layout.slice_elements - flat.layout.offsets[part.index]
+    first = flat.full.first - flat.layout.offsets[part.index]
     start, stop = (first + part.start) // block, -(-(first + part.stop) // block)
     return value.reshape(-1)[start:stop].to(part.parameter.device, copy=True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine.core.flat_buffers import Owned
+from shardwise.engine.core.master import Owned
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from torch import nn
 from shardwise.comm.agreement import agree
 from shardwise.engine.core.assembly import make_flat
 from shardwise.engine.core.flat import FlatParams
-from shardwise.engine.core.flat_buffers import unguarded
+from shardwise.engine.core.parameters import unguarded
 from shardwise.engine.core.step_events import announce
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.engine import Engine, engine_of
@@ -43,12 +43,12 @@ def extend(model: nn.Module) -> None:
     requires_grad_(True) it gets them here.
     """
     engine = engine_of(model)
-    engine.core.passes.check_values(_NAME)
+    engine.core.setting.passes.check_values(_NAME)
     engine.check_between_steps(what=_NAME)
     agree(lambda: _description(model, engine), what="models")
     model.zero_grad()
     engine.core.wait_gathers()
-    announce(engine.core.events.values_read, False)
+    announce(engine.core.setting.events.values_read, False)
     for unit in engine.core.units.values():
         # A forward without a backward has left units gathered.
         unit.free()
@@ -61,7 +61,7 @@ def extend(model: nn.Module) -> None:
 
 def _description(model: nn.Module, engine: Engine) -> str:
     """Return the description that ranks compare. Raises if the model cannot be extended, before it is changed."""
-    plan, known = engine.plan, _known(engine)
+    plan, known = engine.core.followed.plan, _known(engine)
     if engine.averages:
         raise InvalidModel(f"{_NAME} with a shardwise.EMA of the model, which is of the old parameters: make it after")
     if engine.captured:
@@ -86,12 +86,12 @@ def _description(model: nn.Module, engine: Engine) -> str:
 
 
 def _known(engine: Engine) -> dict[int, tuple[FlatParams, int]]:
-    return {id(parameter): (flat, index) for flat in engine.flats for index, parameter in enumerate(flat.params)}
+    return {id(parameter): (flat, index) for flat in engine.core.flats for index, parameter in enumerate(flat.params)}
 
 
 def _spec_now(model: nn.Module, engine: Engine) -> ModelSpec:
     """Return the spec of the changed model; known parameters keep theirs, except for their names."""
-    before = engine.core.spec
+    before = engine.core.followed.spec
     known, by_name = _known(engine), {param.name: param for unit in before.units for param in unit.params}
     parameters = dict(model.named_parameters())
 
@@ -104,9 +104,9 @@ def _spec_now(model: nn.Module, engine: Engine) -> ModelSpec:
         if not any(flat is own for own in engine.core.units[unit].flats):
             raise InvalidModel(f"{_NAME}: {found.name} is shared between units that did not share it before")
         kept = replace(by_name[flat.names[index]], name=found.name, aliases=found.aliases)
-        return replace(kept, trainable=True, switched=False) if flat.unstepped and found.trainable else kept
+        return replace(kept, trainable=True, switched=False) if flat.spec.unstepped and found.trainable else kept
 
-    fresh = model_spec(model, policy=engine.plan.units)
+    fresh = model_spec(model, policy=engine.core.followed.plan.units)
     return replace(
         before,
         units=tuple(
@@ -162,7 +162,7 @@ class _Extension:
         flats = []
         for flat in unit.flats:
             left = [param for param in params if self._place(param) is flat]
-            stays = len(left) == len(flat.params) and not (flat.unstepped and any(one.trainable for one in left))
+            stays = len(left) == len(flat.params) and not (flat.spec.unstepped and any(one.trainable for one in left))
             # In their order in the buffer.
             left.sort(key=lambda param: self._known[id(self._parameters[param.name])][1])
             named = (replace(param, name=self._names.get(param.name, param.name)) for param in flat.spec.params)
@@ -175,7 +175,9 @@ class _Extension:
         return flats + [self._filled(spec, unit=unit) for spec in self._specs(new, unit=unit)]
 
     def _specs(self, params: list[TensorSpec], *, unit: Unit) -> tuple[FlatSpec, ...]:
-        return flat_specs(replace(self._spec.unit(unit.name), params=tuple(params)), plan=self._engine.plan)
+        return flat_specs(
+            replace(self._spec.unit(unit.name), params=tuple(params)), plan=self._engine.core.followed.plan
+        )
 
     def _place(self, param: TensorSpec) -> FlatParams | None:
         place = self._known.get(id(self._parameters[param.name]))
@@ -192,7 +194,7 @@ class _Extension:
         flat = self._make(spec, unit=unit)
         for index, parameter in enumerate(flat.params):
             value = parameter.detach().to(self._engine.device).contiguous()
-            dist.broadcast(value, src=0, group=self._engine.groups.world.handle)
+            dist.broadcast(value, src=0, group=self._engine.core.setting.groups.world.handle)
             flat.fill(index, value)
         self._take_in(flat)
         return flat
@@ -202,7 +204,7 @@ class _Extension:
         if not left:
             self._forget_states(old)
             return []
-        values = dict(zip(map(id, old.params), old.views(old.full_master()), strict=True))
+        values = dict(zip(map(id, old.params), old.full.views_of(old.full_master()), strict=True))
         optimizers = list(self._engine.owned.group_names)
         states = [unsharded_states(optimizer, flats=[old], matrices=()) for optimizer in optimizers]
         # Before the new states are set: an optimizer may step the same replicated parameter before and after.
@@ -226,7 +228,7 @@ class _Extension:
 
     def _forget_states(self, flat: FlatParams) -> None:
         for optimizer in self._engine.owned.group_names:
-            for part in flat.owned:
+            for part in flat.master.owned:
                 optimizer.state.pop(part.parameter, None)
 
     def _move_buffers(self) -> None:

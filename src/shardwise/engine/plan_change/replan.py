@@ -14,11 +14,13 @@ from torch import nn
 from shardwise.comm.agreement import agree, meet
 from shardwise.comm.groups import mesh_groups
 from shardwise.engine.checked_plan import check_plan
-from shardwise.engine.core.assembly import make_flat, make_unit
+from shardwise.engine.core.assembly import make_flat
 from shardwise.engine.core.core import Core
 from shardwise.engine.core.core_setting import CoreSetting
+from shardwise.engine.core.edited_values import distribute
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.step_events import announce
+from shardwise.engine.core.unit import Unit
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.engine.guards.guard import wake
 from shardwise.engine.guards.guards import Guards
@@ -59,17 +61,17 @@ def replan(model: nn.Module, plan: Plan) -> None:
     meet(_WHAT, limit_seconds=engine.limit_seconds)
     mesh = plan.mesh or Mesh(shard=dist.get_world_size())
     agree(lambda: _checked(engine, plan=plan, mesh=mesh), what="plans")
-    if plan == engine.plan:
+    if plan == engine.core.followed.plan:
         return
     setting = CoreSetting(
-        spec=engine.core.spec,
+        spec=engine.core.followed.spec,
         plan=plan,
         groups=mesh_groups(mesh),
-        collectives=engine.collectives,
+        collectives=engine.core.setting.collectives,
         device=engine.device,
         host=host_copies(plan, device=engine.device),
-        tape=engine.tape,
-        passes=engine.core.passes,
+        tape=engine.core.setting.tape,
+        passes=engine.core.setting.passes,
     )
     others = states_and_grads(engine)
     engine.detach()
@@ -90,14 +92,14 @@ def _checked(engine: Engine, *, plan: Plan, mesh: Mesh) -> str:
     described = describe_replan(engine, plan=plan, mesh=mesh)
     core = engine.core
     held = {name: unit.placement for name, unit in core.units.items()}
-    now = core.plan.mesh or Mesh(shard=dist.get_world_size())
+    now = core.followed.plan.mesh or Mesh(shard=dist.get_world_size())
     check_host_room(
-        core.spec,
+        core.followed.spec,
         plan=plan,
         placements=plan.placements(core.units),
         mesh=mesh,
         device=engine.device,
-        held_bytes=host_bytes(core.spec, plan=core.plan, placements=held, mesh=now),
+        held_bytes=host_bytes(core.followed.spec, plan=core.followed.plan, placements=held, mesh=now),
     )
     return described
 
@@ -105,13 +107,13 @@ def _checked(engine: Engine, *, plan: Plan, mesh: Mesh) -> str:
 def describe_replan(engine: Engine, *, plan: Plan, mesh: Mesh) -> str:
     """Return the description that ranks compare. Raises for a plan that is not possible, before any change."""
     core = engine.core
-    core.passes.check_values(_WHAT)
-    if core.is_in_step:
+    core.setting.passes.check_values(_WHAT)
+    if core.state.is_in_step:
         raise InvalidModel(
             f"{_WHAT} in the middle of a step: a forward has run whose backward is not over; call it after "
             "loss.backward(), or after the step"
         )
-    before, after = (replace(one, compile=one.compiler) for one in (engine.plan, plan))
+    before, after = (replace(one, compile=one.compiler) for one in (engine.core.followed.plan, plan))
     for name in _FIXED:
         then, now = getattr(before, name), getattr(after, name)
         if then != now:
@@ -122,8 +124,8 @@ def describe_replan(engine: Engine, *, plan: Plan, mesh: Mesh) -> str:
     trait = fixed_by(engine, plan=plan)
     if trait:
         raise InvalidModel(f"{_WHAT} with {trait}: save a checkpoint and prepare the model again")
-    placements = check_plan(plan, spec=core.spec, mesh=mesh, device=engine.device)
-    if plan.dynamic and core.holds_grads:
+    placements = check_plan(plan, spec=core.followed.spec, mesh=mesh, device=engine.device)
+    if plan.dynamic and core.executor.holds_grads:
         raise InvalidPlan(f"{_WHAT} with dynamic = true in the middle of an accumulation: do it after the step")
     sharded = {
         name: placements[unit.name].optim is SHARDED
@@ -144,8 +146,10 @@ def fixed_by(engine: Engine, *, plan: Plan) -> str:
         "parameters that are OWNED (stepped whole by one rank each)": bool(
             engine.owned.matrices.of(None) or plan.owned
         ),
-        "an optimizer of blocks of elements": any(flat.alignment != ALIGNMENT for flat in engine.flats),
-        "weights of which a module keeps the memory (bitsandbytes int8)": any(flat.followed for flat in engine.flats),
+        "an optimizer of blocks of elements": engine.core.setting.alignment != ALIGNMENT,
+        "weights of which a module keeps the memory (bitsandbytes int8)": any(
+            flat.full.followed for flat in engine.core.flats
+        ),
     }
     return next((trait for trait, found in traits.items() if found), "")
 
@@ -154,19 +158,19 @@ def _settle(engine: Engine) -> None:
     """Wait for all communication, and copy values that users have written to where they belong."""
     engine.core.wait_gathers()
     engine.guards.managed.check(thorough=True)
-    announce(engine.core.events.values_read, False)
+    announce(engine.core.setting.events.values_read, False)
     engine.guards.managed.writes.follow_grads()
-    engine.core.land()
+    engine.core.setting.land()
 
 
 def _swap_buffers(engine: Engine, model: nn.Module, *, setting: CoreSetting, others: StatesAndGrads) -> None:
     before, plan = engine.core, setting.plan
     placements = plan.placements(before.units)
-    held = before.take_held()
+    held = before.executor.take_held()
     engine.guards.managed.writes.release()
     for unit in before.units.values():
         wake(unit.params())
-    numbers = {id(flat): number for number, flat in enumerate(engine.flats)}
+    numbers = {id(flat): number for number, flat in enumerate(engine.core.flats)}
     flats: dict[str, list[FlatParams]] = {}
     for unit_spec in _smaller_first(before, placements=placements, setting=setting):
         unit, flats[unit_spec.name] = before.units[unit_spec.name], []
@@ -178,7 +182,7 @@ def _swap_buffers(engine: Engine, model: nn.Module, *, setting: CoreSetting, oth
             move(engine, numbers[id(old)], new, others=others)
             flats[unit.name].append(new)
     units = {
-        name: make_unit(name, module=unit.module, placement=placements[name], flats=flats[name], setting=setting)
+        name: Unit(name, module=unit.module, placement=placements[name], flats=flats[name], setting=setting)
         for name, unit in before.units.items()
     }
     guard_units(setting.events)
@@ -186,18 +190,18 @@ def _swap_buffers(engine: Engine, model: nn.Module, *, setting: CoreSetting, oth
     core.evaluation.patience_seconds = before.evaluation.patience_seconds
     past = engine.guards
     guards = Guards(core, inputs=past.inputs, options=past.options, compare_every=past.replicas.every)
-    core.land()
+    core.setting.land()
     for unit in units.values():
         unit.settle()
     core.resume(before)
     guards.resume(past)
     if held:
-        core.hold(held)
+        core.executor.hold(held)
     engine.core, engine.guards = core, guards
     engine.owned.follow_core(core)
     engine.attach()
     engine.wrap()
-    core.distribute()
+    distribute(core)
     write_records_of(engine)
 
 
@@ -210,7 +214,7 @@ def _smaller_first(before: Core, *, placements: dict[str, Placement], setting: C
         share -= _held_share(before.units[unit.name].placement, slices_before)
         return share * sum(param.num_bytes for param in unit.params)
 
-    return sorted(before.spec.units, key=growth)
+    return sorted(before.followed.spec.units, key=growth)
 
 
 def _held_share(placement: Placement, num_slices: int) -> float:

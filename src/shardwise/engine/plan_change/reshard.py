@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from shardwise.comm.agreement import exchange
 from shardwise.engine.core.flat import FlatParams
-from shardwise.engine.core.flat_buffers import Owned, unguarded
+from shardwise.engine.core.master import Owned
+from shardwise.engine.core.parameters import unguarded
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer.unsharded_state import Laid, own_state, state_kinds
 from shardwise.errors import InvalidModel
@@ -39,11 +40,11 @@ class StatesAndGrads:
 
 def states_and_grads(engine: Engine) -> StatesAndGrads:
     """Exchange which states and gradients each rank holds. Collective."""
-    flats = engine.flats
+    flats = engine.core.flats
     mine = {
         (number, part.index)
         for number, flat in enumerate(flats)
-        for part in flat.owned
+        for part in flat.master.owned
         if part.parameter.grad is not None
     }
     everyone = exchange(mine)
@@ -70,24 +71,22 @@ def states_and_grads(engine: Engine) -> StatesAndGrads:
 @torch.no_grad()
 def move(engine: Engine, number: int, new: FlatParams, *, others: StatesAndGrads) -> None:
     """Move all values of a buffer of the engine into `new`, which has the same parameters. Collective."""
-    old = engine.flats[number]
-    new.writes.before_own()
-    new.master.copy_(_moved(old.master, old=old, new=new))
-    new.writes.after_own()
+    old = engine.core.flats[number]
+    new.write_master(_moved(old.master.values, old=old, new=new))
     for optimizer, kinds in others.kinds.items():
         of_flat = {(index, key): kind for (flat, index, key), kind in kinds.items() if flat == number}
         moving = _MovingState(optimizer, kinds=of_flat, counts=others.counts[optimizer], old=old, new=new)
         states = moving.states()
-        for part in old.owned:
+        for part in old.master.owned:
             optimizer.state.pop(part.parameter, None)
         optimizer.state.update(states)
     for ema in engine.averages:
         average = ema.of_flat(old)
         if average is not None:
-            ema.replace_buffer(old, new, _moved(average, old=old, new=new).to(new.master.device))
+            ema.replace_buffer(old, new, _moved(average, old=old, new=new).to(new.master.values.device))
     indices = {index for place, index in others.with_grad if place == number}
     grads = _moved_grads(old=old, new=new) if indices else None
-    owned = {part.index: part.parameter for part in new.owned}
+    owned = {part.index: part.parameter for part in new.master.owned}
     engine.owned.replace_slices(
         {name: owned.get(index) for index, name in enumerate(new.names)}, sharded=new.placement.optim is SHARDED
     )
@@ -96,7 +95,7 @@ def move(engine: Engine, number: int, new: FlatParams, *, others: StatesAndGrads
     for index, parameter in enumerate(params):
         new.attach(index, parameter)
     if grads is not None:
-        new.take_over_grads(grads, indices=indices)
+        new.grads.take_over(grads, indices=indices)
 
 
 def _moved(mine: Tensor, *, old: FlatParams, new: FlatParams, sharded: bool | None = None) -> Tensor:
@@ -112,7 +111,7 @@ def _moved(mine: Tensor, *, old: FlatParams, new: FlatParams, sharded: bool | No
     unsharded = old.whole_of(mine)
     size = new.layout.slice_elements if sharded else new.layout.num_elements
     target = torch.zeros(size, dtype=mine.dtype, device=new.device)
-    first = new.groups.gather.index * new.layout.slice_elements if sharded else 0
+    first = new.full.first if sharded else 0
     for index, start, stop in _parts(new.layout, index=new.groups.gather.index if sharded else None):
         begin = old.layout.offsets[index] + first + start - new.layout.offsets[index]
         target[start:stop].copy_(unsharded[begin : begin + stop - start])
@@ -128,8 +127,8 @@ def _parts(layout: Layout, *, index: int | None) -> Sequence[tuple[int, int, int
 
 def _moved_grads(*, old: FlatParams, new: FlatParams) -> Tensor:
     """Return the reduced gradients as `new` takes them: unsharded if its gradients are replicated."""
-    mine = torch.zeros(old.master.numel(), dtype=old.master_dtype, device=old.device)
-    for part in old.owned:
+    mine = torch.zeros(old.master.values.numel(), dtype=old.master_dtype, device=old.device)
+    for part in old.master.owned:
         grad = part.parameter.grad
         if grad is not None:
             mine[part.start : part.stop].copy_(grad.reshape(-1))
@@ -152,7 +151,7 @@ class _MovingState:
         states: dict[Tensor, dict[str, Any]] = {}
         for key in dict.fromkeys(key for _, key in self.kinds):
             moved = self._moved(key)
-            for part in self.new.owned:
+            for part in self.new.master.owned:
                 if (part.index, key) in self.kinds:
                     states.setdefault(part.parameter, {})[key] = self._value(part, key, moved)
         return states
@@ -163,7 +162,7 @@ class _MovingState:
         if laid is None:
             return None
         moved = _moved(own_state(self.old, self.optimizer, key=key, kind=laid), old=self.old, new=self.new)
-        for part in self.old.owned:
+        for part in self.old.master.owned:
             if isinstance(self.kinds.get((part.index, key)), Laid):
                 self.optimizer.state.get(part.parameter, {}).pop(key, None)
         return moved

@@ -15,7 +15,7 @@ def accumulate(model: nn.Module, *, enabled: bool = True) -> Iterator[None]:
     They add up on each rank, in the reduce dtype. If the plan says `accumulate_reduced`, every backward reduces, and
     the averages add up: memory for a slice instead of the unsharded gradient, but more communication.
     """
-    passes = engine_of(model).core.passes
+    passes = engine_of(model).core.setting.passes
     before = passes.accumulating
     passes.accumulating = before or enabled
     try:

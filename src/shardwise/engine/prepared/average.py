@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.agreement import meet
+from shardwise.engine.core.edited_values import distribute
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.step_events import announce
 from shardwise.engine.engine import engine_of, is_prepared
@@ -39,12 +40,14 @@ class EMA:
         self._engine = engine_of(model)
         self.decay = decay
         self.num_updates = 0
-        announce(self._engine.core.events.values_read, False)
+        announce(self._engine.core.setting.events.values_read, False)
         self._averages = {
-            flat: flat.master.detach().to(_dtype(flat), copy=True) for flat in self._engine.flats if _is_trained(flat)
+            flat: flat.master.values.detach().to(_dtype(flat), copy=True)
+            for flat in self._engine.core.flats
+            if _is_trained(flat)
         }
         # A parameter that was frozen after `prepare` is in one buffer with trained ones, and has no average.
-        self._averaged = {name for flat in self._engine.flats for name in _trained(flat)}
+        self._averaged = {name for flat in self._engine.core.flats for name in _trained(flat)}
         self._engine.averages.add(self)
 
     @property
@@ -61,25 +64,25 @@ class EMA:
     def update(self) -> None:
         """Average the parameters after an update. Local to this rank."""
         core = self._engine.core
-        core.passes.check_values("ema.update()")
-        announce(core.events.values_read, False)
-        for flat in self._engine.flats:
+        core.setting.passes.check_values("ema.update()")
+        announce(core.setting.events.values_read, False)
+        for flat in self._engine.core.flats:
             for name in sorted(_trained(flat) - self._averaged):
                 raise InvalidModel(
                     f"{name} was frozen when shardwise.EMA was made, and has no average: make a new one after "
                     "parameters are thawed"
                 )
         for flat, average in self._averages.items():
-            average.lerp_(flat.master.to(average.dtype), 1 - self._decay)
+            average.lerp_(flat.master.values.to(average.dtype), 1 - self._decay)
         self._follow_frozen()
         self.num_updates += 1
 
     def _follow_frozen(self) -> None:
         """Give parameters without an average their value, where it was written."""
         for flat, average in self._averages.items():
-            for part in flat.owned:
+            for part in flat.master.owned:
                 if flat.names[part.index] not in self._averaged:
-                    average[part.start : part.stop].copy_(flat.master[part.start : part.stop])
+                    average[part.start : part.stop].copy_(flat.master.values[part.start : part.stop])
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -88,14 +91,14 @@ class EMA:
         This rank keeps a copy of its slices, and restores them after the block.
         """
         engine = self._engine
-        passes = engine.core.passes
+        passes = engine.core.setting.passes
         passes.check_values(_APPLIED)
         engine.check_between_steps(what=_APPLIED)
         meet(_APPLIED, limit_seconds=engine.limit_seconds)
         engine.core.wait_gathers()
-        announce(engine.core.events.values_read, False)
+        announce(engine.core.setting.events.values_read, False)
         self._follow_frozen()
-        own = {flat: flat.master.clone() for flat in self._averages}
+        own = {flat: flat.master.values.clone() for flat in self._averages}
         self._set_values(self._averages)
         passes.values_by = f"`with {_APPLIED}:`"
         try:
@@ -110,10 +113,8 @@ class EMA:
     @torch.no_grad()
     def _set_values(self, values: dict[FlatParams, Tensor]) -> None:
         for flat, value in values.items():
-            flat.writes.before_own()
-            flat.master.copy_(value)
-            flat.writes.after_own()
-        self._engine.core.distribute()
+            flat.write_master(value)
+        distribute(self._engine.core)
 
     def of_flat(self, flat: FlatParams) -> Tensor | None:
         """Return the averages of a buffer's parameters, laid out like its master; None if it has none."""
@@ -133,7 +134,7 @@ class EMA:
         return {
             part.parameter: average[part.start : part.stop].view(part.parameter.shape)
             for flat, average in self._averages.items()
-            for part in flat.owned
+            for part in flat.master.owned
             if flat.names[part.index] in self._averaged
         }
 
@@ -149,7 +150,7 @@ def _is_trained(flat: FlatParams) -> bool:
 def _trained(flat: FlatParams) -> set[str]:
     """Return the names of the buffer's parameters that are trained now."""
     named = zip(flat.names, flat.params, strict=True)
-    return {name for name, parameter in named if flat.has_gradients and parameter.requires_grad}
+    return {name for name, parameter in named if flat.spec.has_gradients and parameter.requires_grad}
 
 
 def _dtype(flat: FlatParams) -> torch.dtype:

@@ -23,11 +23,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     (engine/core/first_forward.py). Without sharded parameters it costs nothing.
     """
     core = engine_of(model).core
-    core.passes.check_values(_NAME)
+    core.setting.passes.check_values(_NAME)
     core.wait_gathers()
-    core.passes.values_by = f"`with {_NAME}:`"
+    core.setting.passes.values_by = f"`with {_NAME}:`"
     try:
-        with core.evaluation.agreeing(_NAME) if core.any_sharded else nullcontext():
+        with core.evaluation.agreeing(_NAME) if core.followed.any_sharded else nullcontext():
             yield
     finally:
-        core.passes.values_by = ""
+        core.setting.passes.values_by = ""

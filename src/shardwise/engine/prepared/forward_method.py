@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from shardwise.engine.core.part_calls import PartCalls
 from shardwise.engine.engine import engine_of
 from shardwise.errors import InvalidModel
 
@@ -65,7 +66,7 @@ def run_with_backward(model: nn.Module, name: str, *arguments: Any, **options: A
     """Call the model, and run a method in place of its forward that calls parts of it, backward and updates itself."""
 
     def step(*arguments: Any, **options: Any) -> Any:
-        with engine_of(model).core.calls_of_parts():
+        with PartCalls(engine_of(model).core).watched():
             return getattr(type(model), name)(*arguments, **options)
 
     return run_inside_forward(model, name, *arguments, method=step, **options)
@@ -73,7 +74,7 @@ def run_with_backward(model: nn.Module, name: str, *arguments: Any, **options: A
 
 def _without_ours(model: nn.Module, hooks: Hooks) -> Hooks:
     engine = engine_of(model)
-    ours = {handle.id for handle in (*engine.handles, *engine.core.handles)}
+    ours = {handle.id for handle in (*engine.handles, *engine.core.hooks.handles)}
     return {
         table: OrderedDict((number, hook) for number, hook in own.items() if number not in ours)
         for table, own in hooks.items()

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.comm.agreement import meet
+from shardwise.engine.core.edited_values import filled
 from shardwise.engine.core.step_events import announce
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.engine.optimizer.allocate import suit_devices
@@ -39,12 +40,12 @@ def full_state_dict(
 def _take_part(engine: Engine, optimizer: Optimizer | None) -> None:
     """Take part in the collectives of rank 0's state, and keep nothing."""
     _begin_state(engine)
-    for flat in engine.flats:
+    for flat in engine.core.flats:
         if not flat.holds_all:
             flat.full_master()
     if optimizer is not None:
         engine.owned.adopt_on_all_ranks(optimizer)
-        unsharded_states(optimizer, flats=engine.flats, matrices=engine.owned.matrices.of(optimizer), keeps=False)
+        unsharded_states(optimizer, flats=engine.core.flats, matrices=engine.owned.matrices.of(optimizer), keeps=False)
 
 
 def _begin_state(engine: Engine) -> None:
@@ -92,8 +93,8 @@ def full_tensors(engine: Engine, state: Any, *, keep_vars: bool) -> Any:
     """Replace the parameters in a state dict by their full master values; buffers are detached."""
     _begin_state(engine)
     values: dict[int, Tensor] = {}
-    for flat in engine.flats:
-        for parameter, view in zip(flat.params, flat.views(flat.full_master()), strict=True):
+    for flat in engine.core.flats:
+        for parameter, view in zip(flat.params, flat.full.views_of(flat.full_master()), strict=True):
             values[id(parameter)] = view.clone()
     for name, tensor in state.items():
         if id(tensor) in values:
@@ -107,15 +108,15 @@ def full_tensors(engine: Engine, state: Any, *, keep_vars: bool) -> Any:
 def load_tensors(engine: Engine, own: Mapping[str, Any], state: Mapping[str, Any], *, strict: bool) -> IncompatibleKeys:
     """Fill the owned slices from full tensors by name."""
     engine.check_between_steps(what="load_state_dict")
-    engine.core.passes.check_values("load_state_dict")
+    engine.core.setting.passes.check_values("load_state_dict")
     missing = [name for name in own if name not in state]
     unexpected = [name for name in state if name not in own]
     if strict and (missing or unexpected):
         raise InvalidData(f"the state does not fit the model: missing {missing[:3]}, unexpected {unexpected[:3]}")
     # No gather may still write into the slices, and names that are not in the state keep their values.
     engine.core.wait_gathers()
-    announce(engine.core.events.values_read, False)
-    places = {id(p): (flat, index) for flat in engine.flats for index, p in enumerate(flat.params)}
+    announce(engine.core.setting.events.values_read, False)
+    places = {id(p): (flat, index) for flat in engine.core.flats for index, p in enumerate(flat.params)}
     for name in own:
         if name not in state:
             continue
@@ -131,7 +132,7 @@ def load_tensors(engine: Engine, own: Mapping[str, Any], state: Mapping[str, Any
                 place[0].fill(place[1], state[name])
             else:
                 own[name].copy_(state[name])
-    engine.core.filled()
+    filled(engine.core)
     return IncompatibleKeys(missing, unexpected)
 
 
@@ -142,7 +143,7 @@ def _optimizer_state(engine: Engine, optimizer: Optimizer) -> dict[str, Any]:
         for group, names in zip(optimizer.param_groups, engine.owned.group_names[optimizer], strict=True)
     ]
     return {
-        "state": unsharded_states(optimizer, flats=engine.flats, matrices=engine.owned.matrices.of(optimizer)),
+        "state": unsharded_states(optimizer, flats=engine.core.flats, matrices=engine.owned.matrices.of(optimizer)),
         "param_groups": groups,
     }
 
@@ -151,7 +152,7 @@ def _optimizer_state(engine: Engine, optimizer: Optimizer) -> dict[str, Any]:
 def _load_optimizer_state(engine: Engine, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     engine.owned.adopt_on_all_ranks(optimizer)
     states = named_states(state, groups=engine.owned.group_names[optimizer])
-    own = own_states(states, flats=engine.flats, matrices=engine.owned.matrices.of(optimizer))
+    own = own_states(states, flats=engine.core.flats, matrices=engine.owned.matrices.of(optimizer))
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
     optimizer.state.update(own)

@@ -49,7 +49,7 @@ def clip_grad_value_(model: nn.Module, clip_value: float, *, parameters: Iterabl
     """Clamp every element of the gradients to ±clip_value. Each rank clamps its own slices."""
     if not clip_value >= 0:
         raise InvalidData(f"clip_value = {clip_value!r}: must be a number of at least 0")
-    grads = _grads(_between_steps(model, what="clip_grad_value_").flats, chosen(model, parameters))
+    grads = _grads(_between_steps(model, what="clip_grad_value_").core.flats, chosen(model, parameters))
     if grads:
         torch._foreach_clamp_min_(grads, -clip_value)
         torch._foreach_clamp_max_(grads, clip_value)
@@ -95,17 +95,17 @@ def chosen(model: nn.Module, parameters: Iterable[Tensor] | None) -> set[int] | 
 def _between_steps(model: nn.Module, *, what: str) -> Engine:
     """Return the engine, once values that were written into `p.grad` are in the slices."""
     engine = engine_of(model)
-    if engine.plan.updates_in_backward:
+    if engine.core.followed.plan.updates_in_backward:
         raise updated_in_backward(what)
     engine.check_between_steps(what=what)
-    announce(engine.core.events.gradients_asked)
+    announce(engine.core.setting.events.gradients_asked)
     return engine
 
 
 def _replicated_and_sharded(engine: Engine) -> tuple[list[FlatParams], list[FlatParams]]:
     """Return the buffers that every rank steps in full, and those that are stepped in slices."""
-    sharded = [flat for flat in engine.flats if flat.placement.optim is SHARDED]
-    return [flat for flat in engine.flats if flat.placement.optim is not SHARDED], sharded
+    sharded = [flat for flat in engine.core.flats if flat.placement.optim is SHARDED]
+    return [flat for flat in engine.core.flats if flat.placement.optim is not SHARDED], sharded
 
 
 def _grads(flats: list[FlatParams], named: set[int] | None) -> list[Tensor]:
@@ -113,14 +113,14 @@ def _grads(flats: list[FlatParams], named: set[int] | None) -> list[Tensor]:
     return [
         part.parameter.grad
         for flat in flats
-        for part in flat.owned
+        for part in flat.master.owned
         if part.parameter.grad is not None and (named is None or id(flat.params[part.index]) in named)
     ]
 
 
 def _norm(replicated: list[Tensor], slices: list[Tensor], *, engine: Engine, norm_type: float) -> Tensor:
     total = _power_sum(replicated, norm_type=norm_type, device=engine.device)
-    if any(flat.placement.optim is SHARDED for flat in engine.flats):
+    if any(flat.placement.optim is SHARDED for flat in engine.core.flats):
         others = _power_sum(slices, norm_type=norm_type, device=engine.device)
         _reduce(others, engine=engine, power=norm_type, what="clip_grad_norm_")
         total = torch.maximum(total, others) if math.isinf(norm_type) else total + others
@@ -131,7 +131,7 @@ def _reduce(sums: Tensor, *, engine: Engine, power: float, what: str) -> None:
     """Combine sums over slices (maxima for p = ∞) from all ranks that hold slices."""
     operation = dist.ReduceOp.MAX if math.isinf(power) else dist.ReduceOp.SUM
     with waiting_in(what):
-        dist.all_reduce(sums, op=operation, group=engine.groups.reduce.handle)
+        dist.all_reduce(sums, op=operation, group=engine.core.setting.groups.reduce.handle)
 
 
 def _norms(grads: list[Tensor], power: float, *, device: torch.device) -> Tensor:
@@ -155,7 +155,7 @@ def _power_sums(flats: list[FlatParams], engine: Engine, *, power: float) -> Ten
     places, grads = [], []
     first = 0
     for flat in flats:
-        for part in flat.owned:
+        for part in flat.master.owned:
             if part.parameter.grad is not None:
                 places.append(first + part.index)
                 grads.append(part.parameter.grad)

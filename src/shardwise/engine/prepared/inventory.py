@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.engine.core.flat import FlatParams
-from shardwise.engine.core.flat_buffers import unguarded
+from shardwise.engine.core.parameters import unguarded
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.plan.placement import SHARDED
 from shardwise.vocabulary.categories import GATHERED, GRADS, HOST, OPTIM, OTHER, PARAMS, REDUCE
@@ -23,7 +23,7 @@ def held_bytes(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str
     """
     held = dict.fromkeys((PARAMS, GATHERED, GRADS, OPTIM, HOST), 0)
     seen: set[int] = set()
-    for flat in engine_of(model).flats:
+    for flat in engine_of(model).core.flats:
         for category, tensor in _of_flat(flat, optimizer):
             storage = tensor.untyped_storage()
             # Views share a storage: a bucket's gradients, a master that is the full buffer.
@@ -45,13 +45,13 @@ def held_tensors(model: nn.Module, optimizer: Optimizer | None = None) -> Iterat
     """
     engine = engine_of(model)
     yield from _of_buckets(engine)
-    for flat in engine.flats:
+    for flat in engine.core.flats:
         yield from _of_flat(flat, optimizer)
     yield from _averages(engine)
     yield from _of_matrices(engine, optimizer)
     for buffer in model.buffers():
         yield OTHER, buffer
-    yield OTHER, engine.core.flags
+    yield OTHER, engine.core.executor.flags.flags
     yield from ((OTHER, buffer) for buffer in engine.owned.streamed.slot_tensors())
 
 
@@ -79,35 +79,35 @@ def _of_matrices(engine: Engine, optimizer: Optimizer | None) -> Iterator[tuple[
 
 def _of_flat(flat: FlatParams, optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor]]:
     sharded = flat.placement.params is SHARDED
-    yield GATHERED if sharded else PARAMS, flat.full
-    on_host = flat.host is not None
+    yield GATHERED if sharded else PARAMS, flat.full.buffer
+    on_host = flat.master.host is not None
     is_the_parameter = sharded and flat.compute_dtype == flat.master_dtype
     # Without a wait for an update that is still writing it.
-    yield HOST if on_host else PARAMS if is_the_parameter else OPTIM, flat.host_master
-    yield HOST, flat.staged
-    for part in flat.owned:
+    yield HOST if on_host else PARAMS if is_the_parameter else OPTIM, flat.master.unsettled
+    yield HOST, flat.master.staged
+    for part in flat.master.owned:
         for value in (optimizer.state.get(part.parameter, {}) if optimizer else {}).values():
             if isinstance(value, Tensor):
                 yield HOST if on_host else OPTIM, value
-    averages = [part.parameter.grad for part in flat.owned if part.parameter is not flat.params[part.index]]
-    for grad in (*averages, *flat.hidden):
-        if grad is not None and (flat.host is None or flat.host.keeps_grads):
+    averages = [part.parameter.grad for part in flat.master.owned if part.parameter is not flat.params[part.index]]
+    for grad in (*averages, *flat.grads.hidden):
+        if grad is not None and (flat.master.host is None or flat.master.host.keeps_grads):
             yield GRADS, grad
     # After zero_grad an update may still read them.
-    yield from ((GRADS, grad) for grad in flat.in_use or ())
-    yield from ((REDUCE, grad) for grad in flat.shared.tensors())
-    if flat.shared.average is not None:
-        yield GRADS, flat.shared.average
+    yield from ((GRADS, grad) for grad in flat.master.in_use or ())
+    yield from ((REDUCE, grad) for grad in flat.grads.rows())
+    if flat.grads.begun is not None:
+        yield GRADS, flat.grads.begun
     with unguarded():
         shown = [parameter.grad for parameter in flat.params]
     for grad in shown:
         if grad is not None:
             # During a backward it is autograd's, until it is copied into a bucket.
-            yield REDUCE if flat.awaits_grads else GRADS, grad
+            yield REDUCE if flat.grads.awaits else GRADS, grad
 
 
 def _of_buckets(engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    for bucket in engine.core.buckets.values():
+    for bucket in engine.core.executor.buckets.values():
         for segment in bucket.segments:
             if segment.kept is not None:
                 yield GRADS, segment.kept

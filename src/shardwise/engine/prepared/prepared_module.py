@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine.core.flat_buffers import unguarded
+from shardwise.engine.core.parameters import unguarded
 from shardwise.engine.engine import engine_of, register, unregister
 from shardwise.engine.prepared.accumulate import accumulate
 from shardwise.engine.prepared.full_state import full_tensors, load_tensors
@@ -31,7 +31,7 @@ class PreparedModule(nn.Module):
 
         Inside shardwise.evaluating it need not, and another rank may not generate at all.
         """
-        return engine_of(self).core.generates_together
+        return engine_of(self).core.followed.generates_together
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Do not reduce gradients in this block, as under DistributedDataParallel (`shardwise.accumulate`)."""
@@ -40,8 +40,8 @@ class PreparedModule(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, including those of the optimizer's slices."""
         engine = engine_of(self)
-        kept = [] if set_to_none else [part.parameter.grad for flat in engine.flats for part in flat.owned]
-        engine.core.forget_grads({name for flat in engine.flats for name in flat.names}, drop=set_to_none)
+        kept = [] if set_to_none else [part.parameter.grad for flat in engine.core.flats for part in flat.master.owned]
+        engine.core.forget_grads({name for flat in engine.core.flats for name in flat.names}, drop=set_to_none)
         for grad in kept:
             if grad is not None:
                 grad.zero_()
@@ -51,7 +51,7 @@ class PreparedModule(nn.Module):
 
         Collective where this rank has only slices of them, except inside shardwise.whole.
         """
-        if engine_of(self).core.passes.lent:
+        if engine_of(self).core.setting.passes.lent:
             return super().state_dict(*arguments, **options)
         with unguarded():
             state = super().state_dict(*arguments, **{**options, "keep_vars": True})
@@ -72,7 +72,7 @@ class PreparedModule(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """Return an ordinary, unsharded model of the original class. Collective where `state_dict` is."""
         engine_of(self).check_reduced(what="deepcopy(model)")
-        with nullcontext() if engine_of(self).core.passes.lent else whole(self):
+        with nullcontext() if engine_of(self).core.setting.passes.lent else whole(self):
             return self._copied(memo)
 
     def _copied(self, memo: dict[int, Any]) -> nn.Module:
@@ -98,9 +98,8 @@ class PreparedModule(nn.Module):
 
 def _changes_nothing(model: nn.Module, function: Callable[[Tensor], Tensor]) -> bool:
     """Return whether `function`, which a method like `to` applies to all tensors, returns each of them unchanged."""
-    kinds = {
-        (flat.compute_dtype, flat.device, len(shape)) for flat in engine_of(model).flats for shape in flat.layout.shapes
-    }
+    flats = engine_of(model).core.flats
+    kinds = {(flat.compute_dtype, flat.device, len(shape)) for flat in flats for shape in flat.layout.shapes}
     kinds |= {(buffer.dtype, buffer.device, buffer.dim()) for buffer in model.buffers()}
     for dtype, device, num_dims in kinds:
         # Large enough to show another memory format.

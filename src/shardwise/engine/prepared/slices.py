@@ -7,7 +7,8 @@ from math import prod
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.engine.core.flat_buffers import unguarded
+from shardwise.engine.core.edited_values import distribute, editing
+from shardwise.engine.core.parameters import unguarded
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.engine.prepared.prepared_module import PreparedModule
 from shardwise.engine.protocol import OwnedModel, OwnedSlice
@@ -21,7 +22,7 @@ def held(model: nn.Module) -> OwnedModel:
     engine.check_between_steps(what="a checkpoint")
     engine.check_state(what="a checkpoint")
     engine.core.wait_gathers()
-    first = {id(p): name for flat in engine.flats for p, name in zip(flat.params, flat.names, strict=True)}
+    first = {id(p): name for flat in engine.core.flats for p, name in zip(flat.params, flat.names, strict=True)}
     with unguarded():
         state = super(PreparedModule, model).state_dict(keep_vars=True)
     slices = _owned_slices(engine)
@@ -30,7 +31,7 @@ def held(model: nn.Module) -> OwnedModel:
         stepped=_stepped(engine, slices),
         parameters={
             name: (shape, flat.master_dtype)
-            for flat in engine.flats
+            for flat in engine.core.flats
             for name, shape in zip(flat.names, flat.layout.shapes, strict=True)
         },
         buffers={name: value for name, value in state.items() if id(value) not in first},
@@ -40,11 +41,11 @@ def held(model: nn.Module) -> OwnedModel:
 
 def _owned_slices(engine: Engine) -> list[OwnedSlice]:
     slices = []
-    for flat in engine.flats:
+    for flat in engine.core.flats:
         sharded = flat.placement.optim is SHARDED
         copies = flat.groups.replicate if sharded else flat.groups.reduce_world
-        first = flat.groups.gather.index * flat.layout.slice_elements if sharded else 0
-        for part in flat.owned:
+        first = flat.full.first if sharded else 0
+        for part in flat.master.owned:
             start = first + part.start - flat.layout.offsets[part.index]
             slices.append(
                 OwnedSlice(
@@ -82,7 +83,7 @@ def _stepped(engine: Engine, slices: list[OwnedSlice]) -> list[OwnedSlice]:
 
 def slices_filled(model: nn.Module) -> None:
     """Distribute new values of the owned slices to all other copies. Collective."""
-    engine_of(model).core.distribute()
+    distribute(engine_of(model).core)
 
 
 @contextmanager
@@ -90,8 +91,8 @@ def edit(model: nn.Module) -> Iterator[None]:
     """Distribute values that are written into `optimizer.param_groups` in this block to every rank. Collective."""
     engine = engine_of(model)
     engine.check_between_steps(what="shardwise.edit")
-    engine.core.passes.check_values("shardwise.edit")
-    with engine.core.editing():
+    engine.core.setting.passes.check_values("shardwise.edit")
+    with editing(engine.core):
         yield
 
 

@@ -5,7 +5,6 @@ equally many; otherwise a loss has to be divided by the count of all ranks toget
 """
 
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,9 +13,9 @@ from torch import nn
 from shardwise.comm.agreement import exchange
 from shardwise.comm.rank_progress import waiting_in
 from shardwise.engine.engine import Engine, engine_of
+from shardwise.engine.protocol import Batch
 from shardwise.errors import InvalidData, InvalidModel
-
-Batch = TypeVar("Batch")
+from shardwise.program.rules.demand import broadcast
 
 
 def mean_count(model: nn.Module, count: float) -> float:
@@ -28,9 +27,9 @@ def mean_count(model: nn.Module, count: float) -> float:
     accumulation pass the count of the complete step in every pass. Collective; it waits for the other ranks.
     """
     engine = engine_of(model)
-    passes = engine.core.passes
+    passes = engine.core.setting.passes
     total = summed(count if passes.counts else 0.0, device=engine.device)
-    return total / (passes.num_counting or engine.groups.mesh.num_ranks)
+    return total / (passes.num_counting or engine.core.setting.groups.mesh.num_ranks)
 
 
 def summed(count: float, *, device: torch.device) -> float:
@@ -51,24 +50,24 @@ def join(model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
     from one of those. Collective: one small exchange per batch.
     """
     engine = engine_of(model)
-    if engine.core.passes.num_counting is not None:
+    if engine.core.setting.passes.num_counting is not None:
         raise InvalidModel("shardwise.join inside shardwise.join: one loop over batches at a time")
     try:
         yield from _joined(engine, iter(batches))
     finally:
-        passes = engine.core.passes
+        passes = engine.core.setting.passes
         passes.num_counting, passes.counts = None, True
 
 
 def _joined(engine: Engine, mine: Iterator[Batch]) -> Iterator[Batch]:
-    passes = engine.core.passes
+    passes = engine.core.setting.passes
     last: Batch | None = None
     while True:
         batch = next(mine, None)
         counting = [rank for rank, has in enumerate(exchange(batch is not None)) if has]
         if not counting:
             break
-        if last is None and len(counting) < engine.groups.mesh.num_ranks:
+        if last is None and len(counting) < engine.core.setting.groups.mesh.num_ranks:
             # A rank that never had a batch borrows one to run on.
             box = [batch]
             dist.broadcast_object_list(box, src=counting[0])
@@ -80,5 +79,5 @@ def _joined(engine: Engine, mine: Iterator[Batch]) -> Iterator[Batch]:
         assert last is not None
         yield last
     # The buffers come from a rank that had data to the end.
-    engine.core.broadcast_buffers()
+    engine.core.cursor.run(broadcast(engine.core.followed.context))
     passes.source = 0

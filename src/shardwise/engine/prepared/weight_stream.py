@@ -21,7 +21,7 @@ def weight_stream(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iter
     keep or drop it.
     """
     engine = engine_of(model)
-    passes = engine.core.passes
+    passes = engine.core.setting.passes
     engine.check_between_steps(what="shardwise.weight_stream")
     found = held(model)
     before, passes.values_by = passes.values_by, _NAME
@@ -32,7 +32,7 @@ def weight_stream(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iter
                 # Names a rank that has stopped iterating, instead of waiting for it.
                 meet(f"shardwise.weight_stream at {name}", limit_seconds=engine.limit_seconds)
             for flat in flats:
-                yield from _named(flat, flat.full_master(dtype=_wanted(flat.master, dtype)), found)
+                yield from _named(flat, flat.full_master(dtype=_wanted(flat.master.values, dtype)), found)
         for name, value in found.buffers.items():
             # A module's extra state is not a weight.
             if not isinstance(value, Tensor):
@@ -44,19 +44,19 @@ def weight_stream(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iter
 
 def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, full parameter) in the order of `held(model).parameters`, at the caller's pace. Collective."""
-    for flat in engine_of(model).flats:
+    for flat in engine_of(model).core.flats:
         # The buffer is freed before the next one is gathered, if the caller holds no view of it.
-        yield from zip(flat.names, flat.views(flat.full_master()), strict=True)
+        yield from zip(flat.names, flat.full.views_of(flat.full_master()), strict=True)
 
 
 def _in_order(engine: Engine) -> list[str]:
     """Return the units in the order in which a step calls them, then those that it does not call."""
-    return list(dict.fromkeys((*engine.core.spec.call_order, *engine.core.units)))
+    return list(dict.fromkeys((*engine.core.followed.spec.call_order, *engine.core.units)))
 
 
 def _named(flat: FlatParams, gathered: Tensor, found: OwnedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield each parameter of a buffer under all its names."""
-    for name, view in zip(flat.names, flat.views(gathered), strict=True):
+    for name, view in zip(flat.names, flat.full.views_of(gathered), strict=True):
         for known in (name, *(alias for alias, first in found.aliases.items() if first == name)):
             yield known, view
 

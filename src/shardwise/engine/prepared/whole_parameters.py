@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.agreement import RanksDisagree, exchange, meet
-from shardwise.comm.collectives import own_slice
+from shardwise.engine.core.edited_values import distribute
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.engine import engine_of
 from shardwise.engine.guards.guard import wake
@@ -30,7 +30,7 @@ def whole(model: nn.Module, *, write: bool = False) -> Iterator[None]:
     Collective at its start, except to read parameters that this rank has unsharded, and with `write` at its end.
     """
     engine = engine_of(model)
-    passes = engine.core.passes
+    passes = engine.core.setting.passes
     passes.check_values(_NAME)
     if write:
         engine.check_between_steps(what=_NAME)
@@ -38,7 +38,7 @@ def whole(model: nn.Module, *, write: bool = False) -> Iterator[None]:
     if write or not engine.holds_all:
         meet(_NAME, limit_seconds=engine.limit_seconds)
     engine.core.wait_gathers()
-    lent = [_Lent(flat) for flat in engine.flats]
+    lent = [_Lent(flat) for flat in engine.core.flats]
     passes.values_by, passes.lent = f"`with {_NAME}:`", True
     try:
         for one in lent:
@@ -56,7 +56,7 @@ def whole(model: nn.Module, *, write: bool = False) -> Iterator[None]:
             one.take_back()
         passes.values_by, passes.lent = "", False
     if write:
-        engine.core.distribute()
+        distribute(engine.core)
 
 
 class _Lent:
@@ -66,8 +66,8 @@ class _Lent:
         self.flat = flat
         self._classes = [type(parameter) for parameter in flat.params]
         # None if the optimizer steps the memory that modules compute with.
-        self._gathered = None if flat.aliased else flat.full_master()
-        self.views: list[Tensor] = flat.full_views if self._gathered is None else flat.views(self._gathered)
+        self._gathered = None if flat.master.aliased else flat.full_master()
+        self.views: list[Tensor] = flat.full.views if self._gathered is None else flat.full.views_of(self._gathered)
 
     def lend(self) -> None:
         wake(self.flat.params)
@@ -81,13 +81,11 @@ class _Lent:
         flat = self.flat
         if self._gathered is not None:
             sharded = flat.placement.optim is SHARDED
-            flat.writes.before_own()
-            flat.master.copy_(own_slice(self._gathered, group=flat.groups.gather) if sharded else self._gathered)
-            flat.writes.after_own()
+            flat.write_master(flat.full.slice_of(self._gathered) if sharded else self._gathered)
 
     def take_back(self) -> None:
         """Make the parameters views of the full buffer again, with their guards."""
-        for parameter, view, kind in zip(self.flat.params, self.flat.full_views, self._classes, strict=True):
+        for parameter, view, kind in zip(self.flat.params, self.flat.full.views, self._classes, strict=True):
             if self._gathered is not None:
                 parameter.data = view
             parameter.__class__ = kind

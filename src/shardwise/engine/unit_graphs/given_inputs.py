@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwise.engine.core.flat_buffers import unguarded
 from shardwise.engine.core.inference_tensors import normal
+from shardwise.engine.core.parameters import unguarded
 from shardwise.engine.graphs.reads import NotCaptured
 from shardwise.engine.graphs.torch_modes import torch_modes
 from shardwise.engine.unit_graphs.graph_device import GraphDevice

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine.core.flat_buffers import parameter_like, unguarded
+from shardwise.engine.core.parameters import parameter_like, unguarded
 from shardwise.engine.unit_graphs.given_inputs import GivenInputs, Refused, memory
 from shardwise.engine.unit_graphs.graph_device import Graph, GraphDevice
 from shardwise.engine.unit_graphs.leaf_edges import LeafEdge, edges_to_leaves, gradients_by_edge

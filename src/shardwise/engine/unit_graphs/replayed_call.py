@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine.core.flat_buffers import unguarded
+from shardwise.engine.core.parameters import unguarded
 from shardwise.engine.unit_graphs.recorded_call import Grads, RecordedCall
 from shardwise.engine.unit_graphs.static_place import StaticPlace
 from shardwise.torch_internals import torch_private

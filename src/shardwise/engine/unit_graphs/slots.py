@@ -73,11 +73,11 @@ class Slots:
                 place = (numbers[unit.name], index)
                 if place not in self._slots:
                     self._slots[place] = Slot(flat.device)
-                flat.slot = self._slots[place]
+                flat.full.allocate_in(self._slots[place])
 
     def leave(self, units: Iterable[Unit]) -> None:
         """Gather into any memory from now on."""
         for unit in units:
             for flat in unit.flats:
-                flat.slot = None
+                flat.full.allocate_in(None)
         self._slots.clear()

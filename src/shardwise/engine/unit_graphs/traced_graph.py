@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.comm.groups import num_collectives
 from shardwise.engine.activations.recompute import draws_nothing
-from shardwise.engine.core.flat_buffers import unguarded
+from shardwise.engine.core.parameters import unguarded
 from shardwise.torch_internals import torch_private
 
 # Larger parameters are compared by torch's count of writes.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from shardwise.engine.activations.recompute import recompute_graph
 from shardwise.engine.activations.selective import Products
 from shardwise.engine.core.core import Core
-from shardwise.engine.core.flat_buffers import unguarded
+from shardwise.engine.core.parameters import unguarded
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.unit_graphs.traced_graph import Outputs, TracedGraph, running
 from shardwise.engine.unit_graphs.tracer import Tracer
@@ -54,7 +54,7 @@ class TracedUnit:
     def renew(self) -> None:
         """Begin again: the model has changed."""
         self.why_not = self._why_never()
-        self._full = {flat.full.untyped_storage()._cdata for flat in self.unit.flats}
+        self._full = {flat.full.buffer.untyped_storage()._cdata for flat in self.unit.flats}
         self._graphs: list[TracedGraph] = []
         self._num_untraced = 0
         # Whether a call has had several graphs.
@@ -113,7 +113,7 @@ class TracedUnit:
 
 def traced_unit(unit: Unit, *, core: Core, tracers: dict[str, Tracer]) -> TracedUnit:
     """Return a unit of a core as one that may have graphs; `tracers`: those of the model, by their compilers."""
-    plan = core.plan
+    plan = core.followed.plan
     compiles, recompute = plan.compiles(unit.name), plan.recompute_of(unit.name)
     # Under selective recomputation ordinary calls are not compiled.
     compiler = plan.compiler if compiles and recompute != "selective" else "none"

@@ -29,7 +29,6 @@ from shardwise.comm.job_environment import capture_is_off
 from shardwise.comm.leave import release_before_leaving
 from shardwise.engine.activations.recompute import replace_forward
 from shardwise.engine.core.core import Core
-from shardwise.engine.core.step_events import announce
 from shardwise.engine.graphs.step_device import FULL
 from shardwise.engine.graphs.step_pool import why_no_pool
 from shardwise.engine.optimizer.allocate import move_states
@@ -106,26 +105,26 @@ class UnitGraphs:
         """Take over the forwards of all units but the root and layers of it; return the functions that undo it."""
         core, undo = self._core, []
         for unit in core.units.values():
-            if unit.name != ROOT and not unit.from_root and unit.flats and core.plan.may_capture(unit.name):
+            if unit.name != ROOT and not unit.from_root and unit.flats and core.followed.plan.may_capture(unit.name):
                 traced = traced_unit(unit, core=core, tracers=self._tracers)
                 if not traced.why_not:
                     self.units.append(traced)
                     undo.append(replace_forward(unit.module, partial(self.calls.call, traced)))
         if not self.units:
             return []
-        core.setting.gradient_memory.places = self._gradient
+        core.setting.gradient_memory.lie_in(self._gradient)
         hook = core.model.register_forward_pre_hook(self._note_inputs, with_kwargs=True, prepend=True)
         begins, evaluates = partial(self._begin, True), partial(self._begin, False, True)
-        core.events.pass_begins.append(begins)
-        core.events.evaluation_begins.append(evaluates)
-        core.events.last_backward_begins.append(self._begin_backward)
+        core.setting.events.pass_begins.append(begins)
+        core.setting.events.evaluation_begins.append(evaluates)
+        core.setting.events.last_backward_begins.append(self._begin_backward)
 
         def detach() -> None:
             hook.remove()
-            core.setting.gradient_memory.places = None
-            core.events.pass_begins.remove(begins)
-            core.events.evaluation_begins.remove(evaluates)
-            core.events.last_backward_begins.remove(self._begin_backward)
+            core.setting.gradient_memory.lie_in(None)
+            core.setting.events.pass_begins.remove(begins)
+            core.setting.events.evaluation_begins.remove(evaluates)
+            core.setting.events.last_backward_begins.remove(self._begin_backward)
             self.release()
             self._leave_slots()
 
@@ -176,9 +175,9 @@ class UnitGraphs:
 
     def _take_slots(self) -> None:
         """Gather at fixed addresses from now on, as the program of this spec needs them."""
-        if self._slots is not None and self._spec is not self._core.spec:
-            self._spec = self._core.spec
-            self._slots.assign(self._core.units.values(), program=self._core.program)
+        if self._slots is not None and self._spec is not self._core.followed.spec:
+            self._spec = self._core.followed.spec
+            self._slots.assign(self._core.units.values(), program=self._core.cursor.program)
 
     def _leave_slots(self) -> None:
         if self._slots is not None and self._spec is not None:
@@ -275,7 +274,7 @@ class UnitGraphs:
         if self.arenas.hold_graphs or self.calls.mode is Mode.RECORDED:
             outlive = any(arena.holds_gradients for arena in self.arenas.all)
         else:
-            outlive = self._core.holds_grads or any(flat.has_grads() for flat in self._core.flats)
+            outlive = self._core.executor.holds_grads or any(flat.master.has_grads for flat in self._core.flats)
         if outlive:
             self._places_gradients = False
             self.release()
@@ -310,7 +309,8 @@ class UnitGraphs:
             arena = self.arenas.drop(arena)
         if self._leave_memory is not None:
             # An update of states in host memory may still count its step.
-            announce(self._core.events.streams_meet)
+            for beside in self._core.setting.beside:
+                beside.join()
             self._leave_memory()
             self._leave_memory = None
         largest = max(size, self._balance.most_elements) if trains else size
@@ -359,7 +359,7 @@ class UnitGraphs:
 
 def unit_graphs_of(core: Core, *, optimizers: Iterable[Optimizer]) -> UnitGraphs | None:
     """Return the graphs of a model's units; None if its plan, its device or its environment does without."""
-    plan, device = core.plan, core.setting.device
+    plan, device = core.followed.plan, core.setting.device
     if device.type != "cuda" or not plan.may_capture_units or capture_is_off() or why_no_pool():
         return None
     is_first = not dist.is_initialized() or dist.get_rank() == 0

@@ -17,6 +17,11 @@ def agreed(unit: str, context: StepContext) -> Row:
     return Row(trigger=Trigger.AGREED, unit=unit, call=0, operations=on_demand(unit, context))
 
 
+def broadcast(context: StepContext) -> Row:
+    """Return the row that takes the model's buffers from the rank whose buffers count."""
+    return Row(trigger=Trigger.DEMANDED, unit=ROOT, call=0, operations=context.broadcasts)
+
+
 def rescaled(context: StepContext) -> Row:
     """Return the row before forwards outside a step, if weights are gathered in fp8."""
     return Row(trigger=Trigger.DEMANDED, unit=ROOT, call=0, operations=context.scales)

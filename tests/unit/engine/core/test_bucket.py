@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from engine.peers import PeerCollectives, Peers, groups_of
+from engine.peers import Peers, setting_of
 from torch import Tensor, nn
 
 from shardwise.engine.core.bucket import ReduceBucket
-from shardwise.engine.core.core_setting import CoreSetting
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.segment import Segment
 from shardwise.engine.core.unit import Unit
@@ -18,7 +17,8 @@ from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import STRATEGIES
 from shardwise.program import Bucket
 from shardwise.program.buffers import flat_specs
-from shardwise.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
+from shardwise.program.hooks import UnitGrads
+from shardwise.spec import TensorSpec, UnitSpec
 
 SHAPES = ((5, 3), (40,))
 TWO_RANKS = Mesh(shard=2)
@@ -29,15 +29,8 @@ class Rank:
     """One rank's bucket of some units, each with a matrix and a vector."""
 
     def __init__(self, peers: Peers, *, rank: int, mesh: Mesh, plan: Plan, units: tuple[str, ...]) -> None:
-        self.collectives: PeerCollectives = peers.rank(rank)
-        groups = groups_of(mesh, rank=rank)
-        setting = CoreSetting(
-            spec=ModelSpec(name="none", units=(UnitSpec(name=ROOT, class_name="Net"),), call_order=(ROOT,)),
-            plan=plan,
-            groups=groups,
-            collectives=self.collectives,
-            device=torch.device("cpu"),
-        )
+        setting = setting_of(mesh, rank=rank, peers=peers, plan=plan)
+        self.collectives = setting.collectives
         self.passes, self.tape = setting.passes, setting.tape
         self.tape.recording = True
         placement = STRATEGIES[plan.strategy]
@@ -49,22 +42,20 @@ class Rank:
                     [nn.Parameter(torch.zeros(shape)) for shape in SHAPES],
                     spec=spec,
                     placement=placement,
-                    device=torch.device("cpu"),
-                    groups=groups,
-                    collectives=self.collectives,
+                    setting=setting,
+                    host=None,
                 )
                 for spec in flat_specs(UnitSpec(name=name, class_name="Block", params=params), plan=plan)
             ]
             for flat in flats:
                 flat.lay_out()
-                flat.full.untyped_storage().resize_(flat.full_bytes)
+                flat.full.buffer.untyped_storage().resize_(flat.full.num_bytes)
                 for index, parameter in enumerate(flat.params):
                     flat.attach(index, parameter)
-            unit = Unit(
-                name, module=nn.Identity(), placement=placement, flats=flats, tape=self.tape, events=setting.events
-            )
-            expected = frozenset(id(parameter) for flat in flats for parameter in flat.params)
-            unit.grads = SimpleNamespace(closed=False, expected=expected)  # type: ignore[assignment]
+            unit = Unit(name, module=nn.Identity(), placement=placement, flats=flats, setting=setting)
+            unit.listen(UnitGrads(unit, hooks=SimpleNamespace(handles=[])))  # type: ignore[arg-type]
+            unit.grads.expect(parameter for flat in flats for parameter in flat.params)
+            unit.grads.closed = False
             unit.trained_flats = flats
             self.units.append(unit)
         self.bucket = ReduceBucket(
@@ -77,7 +68,7 @@ class Rank:
         """Gradients of these values, parameter by parameter and around again; None: it was not used."""
         for unit in self.units:
             for flat in unit.flats:
-                flat.hide_grads()
+                flat.grads.hide()
                 for index, parameter in enumerate(flat.params):
                     value = values[index % len(values)]
                     if value is not None:
@@ -90,7 +81,7 @@ class Rank:
             flat.names[part.index]: set(part.parameter.grad.flatten().tolist())
             for unit in self.units
             for flat in unit.flats
-            for part in flat.owned
+            for part in flat.master.owned
             if part.parameter.grad is not None
         }
 
@@ -118,7 +109,22 @@ def reduce(ranks: list[Rank]) -> None:
 
 def keep(ranks: list[Rank]) -> None:
     for rank in ranks:
-        rank.bucket.keep()
+        for segment in rank.bucket.segments:
+            segment.keep()
+
+
+def holds(rank: Rank) -> bool:
+    return any(segment.holds for segment in rank.bucket.segments)
+
+
+def forget(rank: Rank, names: set[str]) -> None:
+    for segment in rank.bucket.segments:
+        segment.forget(names)
+
+
+def drop(rank: Rank) -> None:
+    for segment in rank.bucket.segments:
+        segment.drop()
 
 
 # One pass
@@ -217,20 +223,20 @@ def test_passes_that_are_kept_add_up_and_are_reduced_once(strategy: str) -> None
         for rank in ranks:
             rank.backward(value)
         keep(ranks)
-        assert all(rank.bucket.holds for rank in ranks)
+        assert all(holds(rank) for rank in ranks)
     ranks[0].backward(3.0)
     ranks[1].backward(5.0)
     reduce(ranks)
     for rank in ranks:
         assert rank.all_values() == {(6.0 + 8.0) / 2}
         assert len(rank.collectives.issued) == 1
-        assert not rank.bucket.holds
+        assert not holds(rank)
 
 
 def test_a_pass_that_did_not_use_a_parameter_leaves_what_was_kept_of_it() -> None:
     (rank,) = ranks_of("zero2", mesh=Mesh())
     rank.backward(1.0, 1.0)
-    rank.bucket.keep()
+    keep([rank])
     rank.backward(None, 2.0)
     reduce([rank])
     assert rank.grads() == {"a.0": {1.0}, "a.1": {3.0}}
@@ -240,7 +246,7 @@ def test_what_was_used_in_any_pass_is_used() -> None:
     (rank,) = ranks_of("zero2", mesh=Mesh())
     (unit,) = rank.units
     rank.backward(None, 1.0)
-    rank.bucket.keep()
+    keep([rank])
     assert unit.used == {id(parameter) for flat in unit.flats for parameter in flat.params[1::2]}
     rank.backward(1.0, None)
     assert unit.used_all
@@ -250,7 +256,7 @@ def test_narrow_gradients_add_up_in_the_reduce_dtype() -> None:
     (rank,) = ranks_of("fsdp", mesh=Mesh(), precision="bf16")
     for value in (1.0, 2**-9, 2**-9):
         rank.backward(value)
-        rank.bucket.keep()
+        keep([rank])
     rank.backward(0.0)
     reduce([rank])
     assert rank.all_values() == {1 + 2**-8}
@@ -294,9 +300,9 @@ def test_a_gradient_of_weight_0_is_not_let_in_even_as_nan(strategy: str, kept_be
 def test_what_is_forgotten_by_name_is_zero_and_the_rest_stays() -> None:
     (rank,) = ranks_of("zero2", mesh=Mesh())
     rank.backward(1.0, 2.0)
-    rank.bucket.keep()
-    rank.bucket.forget({"a.0"})
-    assert rank.bucket.holds
+    keep([rank])
+    forget(rank, {"a.0"})
+    assert holds(rank)
     rank.backward(10.0, 10.0)
     reduce([rank])
     assert rank.grads() == {"a.0": {10.0}, "a.1": {12.0}}
@@ -306,9 +312,9 @@ def test_what_is_forgotten_by_name_is_zero_and_the_rest_stays() -> None:
 def test_when_all_is_forgotten_the_buffer_goes(strategy: str) -> None:
     (rank,) = ranks_of(strategy, mesh=Mesh())
     rank.backward(1.0)
-    rank.bucket.keep()
-    rank.bucket.forget({"a.0", "a.1", "another.0"})
-    assert not rank.bucket.holds
+    keep([rank])
+    forget(rank, {"a.0", "a.1", "another.0"})
+    assert not holds(rank)
     assert rank.bucket.segments[0].buffer is None
     rank.backward(5.0)
     reduce([rank])
@@ -318,7 +324,7 @@ def test_when_all_is_forgotten_the_buffer_goes(strategy: str) -> None:
 def test_what_is_not_kept_is_not_forgotten() -> None:
     (rank,) = ranks_of("zero2", mesh=Mesh())
     rank.backward(1.0)
-    rank.bucket.forget({"a.0", "a.1"})
+    forget(rank, {"a.0", "a.1"})
     reduce([rank])
     assert rank.all_values() == {1.0}
 
@@ -330,7 +336,7 @@ def test_what_a_backward_that_raised_left_under_way_is_waited_for_and_dropped(st
         rank.backward(torch.nan)
         rank.bucket.start()
     for rank in ranks:
-        rank.bucket.drop()
+        drop(rank)
         (segment,) = rank.bucket.segments
         assert segment.work is None
         assert segment.buffer is None
@@ -343,8 +349,8 @@ def test_what_a_backward_that_raised_left_under_way_is_waited_for_and_dropped(st
 def test_what_earlier_passes_kept_is_not_dropped() -> None:
     (rank,) = ranks_of("zero2", mesh=Mesh())
     rank.backward(1.0)
-    rank.bucket.keep()
-    rank.bucket.drop()
+    keep([rank])
+    drop(rank)
     rank.backward(2.0)
     reduce([rank])
     assert rank.all_values() == {3.0}
@@ -391,12 +397,12 @@ def test_sparse_gradients_are_taken_dense() -> None:
     (rank,) = ranks_of("zero2", mesh=Mesh())
     (unit,) = rank.units
     matrix = next(unit.params())
-    unit.flats[0].hide_grads()
+    unit.flats[0].grads.hide()
     rows, values = torch.tensor([[1]]), torch.full((1, 3), 7.0)
     matrix.grad = torch.sparse_coo_tensor(rows, values, (5, 3), check_invariants=True)
     rank.bucket.take_grads(unit)
     reduce([rank])
-    gradient = unit.flats[0].owned[0].parameter.grad
+    gradient = unit.flats[0].master.owned[0].parameter.grad
     assert gradient is not None
     assert gradient.view(5, 3).sum(1).tolist() == [0.0, 21.0, 0.0, 0.0, 0.0]
 
@@ -420,5 +426,5 @@ def test_a_sharded_buffer_gives_its_memory_back_and_its_views_serve_the_next_ste
         for rank in ranks:
             for unit in rank.units:
                 for own in unit.flats:
-                    own.drop_grads(range(len(own.params)))
+                    own.grads.drop(range(len(own.params)))
     assert seen[0] is seen[1]

@@ -54,9 +54,9 @@ def prepared(request: pytest.FixtureRequest) -> Iterator[Prepared]:
         optimizer = request.param(model.parameters(), lr=0.1)
         prepare(model, optimizer, Plan(strategy="ddp"), collectives=AbsentCollectives())
         told: list[str] = []
-        events = engine_of(model).core.events
+        events = engine_of(model).core.setting.events
         events.update_begins.append(lambda: told.append("begins"))
-        events.update_ended.append(lambda: told.append("ended"))
+        events.values_written.append(lambda: told.append("ended"))
         yield model, optimizer, told
 
 

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from engine.peers import Peers, groups_of
+from engine.peers import Peers, setting_of
 from torch import Tensor, nn
 
-from shardwise.engine.core.flat import FlatParams
-from shardwise.engine.core.flat_buffers import refresh
+from shardwise.engine.core.flat import FlatParams, refresh
 from shardwise.engine.offload.transfer import HostCopies
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
@@ -41,19 +40,17 @@ def make(
             list(own),
             spec=spec,
             placement=STRATEGIES[strategy],
-            device=cpu,
-            groups=groups_of(Mesh(shard=num_ranks), rank=rank),
-            collectives=peers.rank(rank),
+            setting=setting_of(Mesh(shard=num_ranks), rank=rank, peers=peers, plan=Plan(precision=precision)),
             host=HostCopies(cpu, keeps_grads=False) if offloads else None,
         )
         # Masters of sharded parameters are there before any full buffer is.
-        assert flat.master.numel()
-        assert (flat.full.numel() == 0) == (STRATEGIES[strategy].params is SHARDED)
+        assert flat.master.values.numel()
+        assert (flat.full.buffer.numel() == 0) == (STRATEGIES[strategy].params is SHARDED)
         flat.lay_out()
         for index, value in enumerate(values()):
             flat.fill(index, value)
             flat.attach(index, own[index])
-        flat.stage()
+        flat.master.stage()
         flats.append(flat)
         parameters.append(own)
     return flats, parameters
@@ -61,16 +58,16 @@ def make(
 
 def start_gather(flat: FlatParams) -> None:
     """As a unit does it."""
-    flat.make_room()
-    flat.load_own()
-    flat.gathering = flat.collectives.all_gather(flat.full, group=flat.groups.gather, own=flat.own_full)
+    flat.full.make_room()
+    flat.full.load(flat.master)
+    flat.full.begin(flat.collectives.all_gather(flat.full.buffer, group=flat.groups.gather, own=flat.full.own))
 
 
 def gather(flats: list[FlatParams]) -> None:
     for flat in flats:
         start_gather(flat)
     for flat in flats:
-        flat.wait_gather()
+        flat.full.wait()
 
 
 def assert_values(parameters: list[nn.Parameter], *, times: float = 1.0) -> None:
@@ -93,9 +90,9 @@ def test_what_is_gathered_is_what_was_filled(strategy: str, num_ranks: int) -> N
 @sharded
 def test_a_sharded_buffer_begins_freed(strategy: str) -> None:
     for flat in make(strategy)[0]:
-        assert not flat.whole
-        assert flat.full.untyped_storage().nbytes() == 0
-        assert flat.master.numel() == flat.layout.slice_elements
+        assert not flat.full.whole
+        assert flat.full.buffer.untyped_storage().nbytes() == 0
+        assert flat.master.values.numel() == flat.layout.slice_elements
 
 
 @sharded
@@ -104,10 +101,10 @@ def test_views_that_were_made_before_a_free_are_valid_after_the_next_gather(stra
     gather(flats)
     view = parameters[0][0].detach()[2:4]
     rows = view.clone()
-    flats[0].free()
-    assert flats[0].full.untyped_storage().nbytes() == 0
+    flats[0].full.free()
+    assert flats[0].full.buffer.untyped_storage().nbytes() == 0
     assert view.shape == (2, 3)
-    flats[1].free()
+    flats[1].full.free()
     gather(flats)
     assert torch.equal(view, rows)
 
@@ -118,8 +115,8 @@ def test_what_autograd_saved_is_valid_after_a_free_and_a_gather(strategy: str) -
     gather(flats)
     inputs = torch.ones(2, 3, requires_grad=True)
     output = nn.functional.linear(inputs, parameters[0][0])
-    flats[0].free()
-    flats[1].free()
+    flats[0].full.free()
+    flats[1].full.free()
     gather(flats)
     output.sum().backward()
     assert inputs.grad is not None
@@ -132,9 +129,9 @@ def test_a_free_waits_for_the_gather_that_is_under_way(strategy: str) -> None:
     for flat in flats:
         start_gather(flat)
     for flat in flats:
-        flat.free()
-        assert flat.gathering is None
-        assert not flat.whole
+        flat.full.free()
+        assert flat.full.gathering is None
+        assert not flat.full.whole
 
 
 def test_until_it_is_waited_for_a_gather_is_not_there() -> None:
@@ -142,17 +139,17 @@ def test_until_it_is_waited_for_a_gather_is_not_there() -> None:
     for flat in flats:
         start_gather(flat)
     assert parameters[0][0].isnan().all()
-    flats[0].wait_gather()
+    flats[0].full.wait()
     assert_values(parameters[0])
     # A second wait has nothing to wait for.
-    flats[0].wait_gather()
+    flats[0].full.wait()
 
 
 def test_parameters_of_bf16_are_gathered_from_a_master_of_fp32() -> None:
     flats, parameters = make("fsdp", precision="bf16")
     gather(flats)
-    assert flats[0].master.dtype == torch.float32
-    assert flats[0].full.dtype == torch.bfloat16
+    assert flats[0].master.values.dtype == torch.float32
+    assert flats[0].full.buffer.dtype == torch.bfloat16
     assert_values(parameters[0])
 
 
@@ -176,20 +173,20 @@ def test_the_master_is_the_full_buffer_where_it_can_be(
     strategy: str, precision: str, is_aliased: bool, is_whole: bool
 ) -> None:
     for flat in make(strategy, precision=precision)[0]:
-        assert flat.aliased is is_aliased
-        assert (flat.master.numel() == flat.layout.num_elements) is is_whole
-        assert flat.master.dtype == torch.float32
+        assert flat.master.aliased is is_aliased
+        assert (flat.master.values.numel() == flat.layout.num_elements) is is_whole
+        assert flat.master.values.dtype == torch.float32
 
 
 def test_under_ddp_the_optimizer_steps_the_modules_own_parameters() -> None:
     (flat, _), (parameters, _) = make("ddp")
-    assert [part.parameter for part in flat.owned] == parameters
-    assert all(part.parameter is own for part, own in zip(flat.owned, parameters, strict=True))
+    assert [part.parameter for part in flat.master.owned] == parameters
+    assert all(part.parameter is own for part, own in zip(flat.master.owned, parameters, strict=True))
 
 
 def test_in_bf16_ddp_steps_whole_parameters_of_fp32_and_refreshes_the_models() -> None:
     (flat, _), (parameters, _) = make("ddp", precision="bf16")
-    for part in flat.owned:
+    for part in flat.master.owned:
         assert part.parameter.shape == parameters[part.index].shape
         assert part.parameter.dtype == torch.float32
         part.parameter.data.mul_(2)
@@ -202,7 +199,7 @@ def test_in_bf16_ddp_steps_whole_parameters_of_fp32_and_refreshes_the_models() -
 def test_an_update_of_a_slice_that_is_replicated_reaches_the_other_rank_with_the_next_gather(strategy: str) -> None:
     flats, parameters = make(strategy)
     for flat in flats:
-        for part in flat.owned:
+        for part in flat.master.owned:
             part.parameter.data.mul_(2)
     gather(flats)
     for own in parameters:
@@ -216,33 +213,33 @@ def test_the_owned_parts_of_all_ranks_are_all_elements_once(strategy: str, num_r
     if STRATEGIES[strategy].optim is STRATEGIES["ddp"].optim:
         flats = flats[:1]
     for index, value in enumerate(values()):
-        parts = [p.parameter.detach().reshape(-1) for flat in flats for p in flat.owned if p.index == index]
+        parts = [p.parameter.detach().reshape(-1) for flat in flats for p in flat.master.owned if p.index == index]
         assert torch.equal(torch.cat(parts) if parts else torch.zeros(0), value.reshape(-1))
 
 
 def test_an_owned_part_is_one_dimensional_and_never_empty() -> None:
     flats, _ = make("fsdp")
     for flat in flats:
-        assert flat.owned
-        assert all(part.parameter.dim() == 1 and part.parameter.numel() for part in flat.owned)
+        assert flat.master.owned
+        assert all(part.parameter.dim() == 1 and part.parameter.numel() for part in flat.master.owned)
 
 
 @each_strategy
 def test_all_of_the_master_is_the_values_on_every_rank(strategy: str) -> None:
     flats, _ = make(strategy, num_ranks=1)
-    for view, value in zip(flats[0].views(flats[0].full_master()), values(), strict=True):
+    for view, value in zip(flats[0].full.views_of(flats[0].full_master()), values(), strict=True):
         assert torch.equal(view, value)
 
 
 def test_a_master_in_host_memory_is_staged_in_the_compute_dtype() -> None:
     flats, parameters = make("fsdp", precision="bf16", offloads=True)
     flat = flats[0]
-    assert flat.staged is not flat.master
-    assert flat.staged.dtype == torch.bfloat16
+    assert flat.master.staged is not flat.master.values
+    assert flat.master.staged.dtype == torch.bfloat16
     for other in flats:
-        for part in other.owned:
+        for part in other.master.owned:
             part.parameter.data.mul_(2)
-        other.stage()
+        other.master.stage()
     gather(flats)
     assert_values(parameters[0], times=2)
 
@@ -263,7 +260,7 @@ def test_a_fill_of_one_parameter_leaves_the_others_alone() -> None:
 def average(flat: FlatParams, *, times: float = 1.0) -> Tensor:
     """A gradient equal to the values: of everything, or of the rank's slice."""
     whole = torch.zeros(flat.layout.num_elements)
-    for view, value in zip(flat.views(whole), values(), strict=True):
+    for view, value in zip(flat.full.views_of(whole), values(), strict=True):
         view.copy_(times * value)
     if flat.placement.grads is STRATEGIES["ddp"].grads:
         return whole
@@ -271,16 +268,16 @@ def average(flat: FlatParams, *, times: float = 1.0) -> Tensor:
 
 
 def owned_grads(flat: FlatParams) -> list[tuple[int, Tensor | None]]:
-    return [(part.index, part.parameter.grad) for part in flat.owned]
+    return [(part.index, part.parameter.grad) for part in flat.master.owned]
 
 
 @each_strategy
 def test_each_owned_part_gets_its_gradient(strategy: str) -> None:
     for flat in make(strategy)[0]:
-        flat.hide_grads()
-        flat.add_grads(average(flat))
-        assert flat.has_grads()
-        for part in flat.owned:
+        flat.grads.hide()
+        flat.grads.add(average(flat))
+        assert flat.master.has_grads
+        for part in flat.master.owned:
             # The values are the gradients, so that the places can be compared.
             assert part.parameter.grad is not None
             assert torch.equal(part.parameter.grad, part.parameter.detach())
@@ -290,9 +287,9 @@ def test_each_owned_part_gets_its_gradient(strategy: str) -> None:
 def test_gradients_of_several_backwards_add_up(strategy: str) -> None:
     for flat in make(strategy)[0]:
         for times in (1.0, 2.0):
-            flat.hide_grads()
-            flat.add_grads(average(flat, times=times))
-        for part in flat.owned:
+            flat.grads.hide()
+            flat.grads.add(average(flat, times=times))
+        for part in flat.master.owned:
             assert part.parameter.grad is not None
             assert torch.equal(part.parameter.grad, 3 * part.parameter.detach())
 
@@ -304,9 +301,9 @@ def test_gradients_of_several_backwards_add_up(strategy: str) -> None:
 def test_the_models_parameters_show_the_average_where_it_is_whole(strategy: str, precision: str, shows: bool) -> None:
     flats, parameters = make(strategy, precision=precision)
     for flat, own in zip(flats, parameters, strict=True):
-        flat.hide_grads()
-        flat.add_grads(average(flat))
-        assert flat.shows_grads is shows
+        flat.grads.hide()
+        flat.grads.add(average(flat))
+        assert flat.grads.shows is shows
         for parameter, value in zip(own, values(), strict=True):
             if shows:
                 assert parameter.grad is not None
@@ -318,12 +315,12 @@ def test_the_models_parameters_show_the_average_where_it_is_whole(strategy: str,
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 def test_autograd_finds_no_gradient_and_the_average_is_added_to(strategy: str) -> None:
     (flat, _), (parameters, _) = make(strategy)
-    flat.hide_grads()
-    flat.add_grads(average(flat))
+    flat.grads.hide()
+    flat.grads.add(average(flat))
     shown = parameters[0].grad
-    flat.hide_grads()
+    flat.grads.hide()
     assert all(parameter.grad is None for parameter in parameters)
-    flat.add_grads(average(flat))
+    flat.grads.add(average(flat))
     # The user may hold it.
     assert parameters[0].grad is shown
     assert torch.equal(parameters[0].grad, 2 * values()[0])
@@ -333,20 +330,20 @@ def test_autograd_finds_no_gradient_and_the_average_is_added_to(strategy: str) -
 def test_after_a_backward_that_raised_the_averages_of_before_are_back(strategy: str) -> None:
     flats, parameters = make(strategy)
     flat, own = flats[0], parameters[0]
-    flat.hide_grads()
-    flat.add_grads(average(flat))
+    flat.grads.hide()
+    flat.grads.add(average(flat))
     before = [parameter.grad for parameter in own]
-    flat.hide_grads()
-    own[0].grad = torch.full((10, 3), torch.nan) if flat.whole else None
-    flat.restore_grads()
+    flat.grads.hide()
+    own[0].grad = torch.full((10, 3), torch.nan) if flat.full.whole else None
+    flat.grads.restore()
     assert all(parameter.grad is grad for parameter, grad in zip(own, before, strict=True))
-    for part in flat.owned:
+    for part in flat.master.owned:
         assert part.parameter.grad is not None
         assert torch.equal(part.parameter.grad, part.parameter.detach())
     # And once: what comes after it stays.
-    if flat.whole:
+    if flat.full.whole:
         own[0].grad = torch.ones(10, 3)
-        flat.restore_grads()
+        flat.grads.restore()
         assert own[0].grad is not None
 
 
@@ -355,8 +352,8 @@ def test_a_frozen_parameter_gets_no_gradient(strategy: str) -> None:
     flats, parameters = make(strategy)
     for flat, own in zip(flats, parameters, strict=True):
         own[1].requires_grad_(False)
-        flat.hide_grads()
-        flat.add_grads(average(flat))
+        flat.grads.hide()
+        flat.grads.add(average(flat))
         assert own[1].grad is None
         assert all((grad is None) is (index == 1) for index, grad in owned_grads(flat))
 
@@ -365,25 +362,25 @@ def test_a_frozen_parameter_gets_no_gradient(strategy: str) -> None:
 def test_a_gradient_that_this_backward_alone_has_made_can_be_taken_back(strategy: str) -> None:
     flats, _ = make(strategy)
     flat = flats[0]
-    flat.hide_grads()
-    flat.add_grads(average(flat))
-    flat.drop_new_grad(0)
+    flat.grads.hide()
+    flat.grads.add(average(flat))
+    flat.grads.drop_new(0)
     assert all((grad is None) is (index == 0) for index, grad in owned_grads(flat))
-    flat.hide_grads()
-    flat.add_grads(average(flat))
+    flat.grads.hide()
+    flat.grads.add(average(flat))
     # That of the first backward stays.
-    flat.drop_new_grad(1)
+    flat.grads.drop_new(1)
     assert all(grad is not None for _, grad in owned_grads(flat))
 
 
 @pytest.mark.parametrize("where", ["model", "optimizer"])
 def test_a_gradient_that_was_cleared_in_the_model_is_cleared_in_the_optimizer_and_the_reverse(where: str) -> None:
     (flat, _), (parameters, _) = make("zero1")
-    flat.hide_grads()
-    flat.add_grads(average(flat))
-    owned = {part.index: part.parameter for part in flat.owned}
+    flat.grads.hide()
+    flat.grads.add(average(flat))
+    owned = {part.index: part.parameter for part in flat.master.owned}
     (parameters if where == "model" else owned)[0].grad = None
-    flat.drop_stale_grads()
+    flat.grads.drop_stale()
     assert owned[0].grad is None
     assert parameters[0].grad is None
     # Others stay, also that of which the rank owns nothing.
@@ -394,12 +391,12 @@ def test_a_gradient_that_was_cleared_in_the_model_is_cleared_in_the_optimizer_an
 def test_when_all_owned_gradients_are_cleared_so_are_those_of_what_is_not_owned() -> None:
     flats, parameters = make("zero1")
     flat, own = flats[0], parameters[0]
-    flat.hide_grads()
-    flat.add_grads(average(flat))
-    assert len(flat.owned) < len(own)
-    for part in flat.owned:
+    flat.grads.hide()
+    flat.grads.add(average(flat))
+    assert len(flat.master.owned) < len(own)
+    for part in flat.master.owned:
         part.parameter.grad = None
-    flat.drop_stale_grads()
+    flat.grads.drop_stale()
     assert all(parameter.grad is None for parameter in own)
 
 
@@ -407,8 +404,8 @@ def test_gradients_that_are_fetched_to_host_memory_add_up_there() -> None:
     flats, _ = make("fsdp", offloads=True)
     for flat in flats:
         for _ in range(2):
-            flat.hide_grads()
-            flat.add_grads(average(flat))
-        for part in flat.owned:
+            flat.grads.hide()
+            flat.grads.add(average(flat))
+        for part in flat.master.owned:
             assert part.parameter.grad is not None
             assert torch.equal(part.parameter.grad, 2 * part.parameter.detach())

@@ -10,7 +10,6 @@ from torch import nn
 
 import shardwise
 from shardwise import Plan
-from shardwise.engine.core.step_events import announce
 from shardwise.engine.engine import engine_of
 from shardwise.engine.optimizer import streamed_update
 
@@ -35,12 +34,12 @@ def stepped(**options: Any) -> tuple[Any, Any]:
 
 def test_where_streams_meet_updates_keep_nothing() -> None:
     engine, _ = stepped()
-    (flat,) = engine.flats
-    assert flat.in_use is not None
-    announce(engine.core.events.streams_meet)
-    assert flat.in_use is None
+    (flat,) = engine.core.flats
+    assert flat.master.in_use is not None
+    engine.owned.streamed.join()
+    assert flat.master.in_use is None
     # Whatever reads host memory still waits.
-    assert flat.update is not None
+    assert flat.master.update is not None
     assert all(slot.sent is None and slot.kept is None for slot in engine.owned.streamed._slots)
 
 
@@ -48,17 +47,17 @@ def test_each_slot_has_its_memory_before_a_recording_and_no_update_is_in_flight(
     engine, _ = stepped()
     slots = engine.owned.streamed._slots
     assert [bool(slot.buffers) for slot in slots] == [False, False, True]
-    announce(engine.core.events.recording_begins)
+    engine.owned.streamed.begin_recording()
     assert [set(slot.buffers) for slot in slots] == [{("master", torch.float32)}] * 3
-    assert all(flat.update is None for flat in engine.flats)
+    assert all(flat.master.update is None for flat in engine.core.flats)
 
 
 def test_a_recorded_update_is_forgotten_and_a_replayed_one_is_waited_for() -> None:
     engine, _ = stepped()
-    announce(engine.core.events.recording_ended)
-    assert all(flat.update is None and flat.in_use is None for flat in engine.flats)
-    announce(engine.core.events.update_replayed)
-    assert all(flat.update is not None for flat in engine.flats)
+    engine.owned.streamed.forget_recording()
+    assert all(flat.master.update is None and flat.master.in_use is None for flat in engine.core.flats)
+    engine.owned.streamed.follow_replay()
+    assert all(flat.master.update is not None for flat in engine.core.flats)
 
 
 def test_an_update_in_flight_reads_a_copy_of_a_rate_that_a_schedule_may_write() -> None:

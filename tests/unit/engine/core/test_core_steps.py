@@ -1,4 +1,4 @@
-"""Steps of a job of one rank in this process: what the runner issues, recorded on the tape."""
+"""Steps of a job of one rank in this process: what the core issues, recorded on the tape."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -77,7 +77,7 @@ class Training:
         _, self.optimizer = shardwise.prepare(model, optimizer, self.plan)
         self.engine = engine_of(model)
         self.core = self.engine.core
-        self.engine.tape.recording = True
+        self.engine.core.setting.tape.recording = True
 
     def step(self, number: int = 0) -> float:
         loss = self.model(batch(number))
@@ -90,11 +90,14 @@ class Training:
         self.optimizer.zero_grad()
 
     def issued(self) -> list[str]:
-        return [str(entry) for entry in self.engine.tape.take()]
+        return [str(entry) for entry in self.engine.core.setting.tape.take()]
 
     def program(self, *, reduces: bool = True) -> list[str]:
         """What the program that was learned says."""
-        return [str(one) for one in build(self.core.spec, plan=self.plan, mesh=Mesh(), reduces=reduces).operations()]
+        return [
+            str(one)
+            for one in build(self.core.followed.spec, plan=self.plan, mesh=Mesh(), reduces=reduces).operations()
+        ]
 
     def unit(self, name: str) -> Unit:
         return self.core.units[name]
@@ -175,19 +178,19 @@ def test_the_first_step_learns_the_order_in_which_units_are_called() -> None:
     model = net()
     model.calls = [2, 0, 2]
     training = Training(model)
-    assert not training.core.learned
-    assert training.core.spec.call_order == (ROOT, "blocks.0", "blocks.1", "blocks.2")
+    assert not training.core.followed.learned
+    assert training.core.followed.spec.call_order == (ROOT, "blocks.0", "blocks.1", "blocks.2")
     training.step()
-    assert training.core.learned
+    assert training.core.followed.learned
     # What was not called has its place all the same: other ranks might call it.
-    assert training.core.spec.call_order == (ROOT, "blocks.2", "blocks.0", "blocks.1", "blocks.2")
+    assert training.core.followed.spec.call_order == (ROOT, "blocks.2", "blocks.0", "blocks.1", "blocks.2")
 
 
 @sharded
 def test_the_first_step_gathers_on_demand_and_goes_back_by_the_program(strategy: str) -> None:
     training = Training(net(), strategy=strategy, prefetch=1)
     training.step()
-    expected = build_first_step(training.core.spec, plan=training.plan, mesh=Mesh())
+    expected = build_first_step(training.core.followed.spec, plan=training.plan, mesh=Mesh())
     assert training.issued() == list(map(str, expected.operations()))
 
 
@@ -227,7 +230,7 @@ def test_a_forward_without_gradients_frees_what_it_gathered_and_changes_nothing(
         training.step(step)
         training.issued()
         evaluate()
-        kinds = [entry.kind for entry in training.engine.tape.take()]
+        kinds = [entry.kind for entry in training.engine.core.setting.tape.take()]
         assert not training.whole()
         assert kinds.count(Kind.GATHER) == kinds.count(Kind.FREE) == (4 if training.unit(ROOT).sharded else 0)
         assert Kind.FORWARD not in kinds
@@ -373,7 +376,7 @@ def test_a_skipped_unit_is_gathered_and_reduced_all_the_same(strategy: str) -> N
     ]
     assert "forward blocks.1" not in issued
     # No rank used it, so the optimizer leaves it alone.
-    assert not any(flat.has_grads() for flat in training.unit("blocks.1").flats)
+    assert not any(flat.master.has_grads for flat in training.unit("blocks.1").flats)
 
 
 @each_strategy
@@ -387,7 +390,7 @@ def test_a_dynamic_plan_learns_every_step(strategy: str) -> None:
 
     training = Training(net(), strategy=strategy, dynamic=True)
     body(training.model, training.optimizer)
-    called = [name for name in training.core.spec.call_order if name == "blocks.1"]
+    called = [name for name in training.core.followed.spec.call_order if name == "blocks.1"]
     assert len(called) == 2
     assert_equal(training.weights(), plain(net(), body))
 
@@ -445,7 +448,7 @@ def test_a_unit_whose_tensors_cannot_be_found_stays_gathered_until_backward_ends
         training.step(1)
     operations = training.issued()
     assert operations == training.program()
-    assert training.core.spec.unit("blocks.0").backward == UNANNOUNCED
+    assert training.core.followed.spec.unit("blocks.0").backward == UNANNOUNCED
     assert operations.index("free blocks.0") > operations.index("backward (root)")
 
 
@@ -612,7 +615,7 @@ def test_a_gradient_of_a_gradient_is_refused() -> None:
 
 def test_a_tape_that_does_not_record_has_nothing() -> None:
     training = Training(net())
-    training.engine.tape.recording = False
+    training.engine.core.setting.tape.recording = False
     training.step()
     assert not training.issued()
     with tape(training.model) as recorded:

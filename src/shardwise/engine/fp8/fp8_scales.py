@@ -5,16 +5,16 @@ all weights together. Rounding is monotonic: the maximum of the bf16 values is t
 that the scale is the one that a layer would compute from the whole bf16 weight.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from shardwise.comm.collectives import own_slice
+from shardwise.comm.collectives import Collectives, own_slice
+from shardwise.comm.groups import Group
 from shardwise.comm.issued import CollectiveName
-from shardwise.engine.core.core_setting import CoreSetting
-from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.fp8.casts import E4M3, scale_of
+from shardwise.engine.fp8.fp8_bytes import Fp8Bytes
 from shardwise.program import Kind
 from shardwise.spec import ROOT
 
@@ -25,56 +25,58 @@ _NAME = CollectiveName(f"{Kind.GATHER_SCALES.value} {ROOT}")
 
 
 class Fp8Scales:
-    """The scales of all weights of a model that are gathered in fp8.
+    """The scales of all weights of a model that are gathered in fp8, in buffers of (names, bytes).
 
     stale      values were written since the scales were last refreshed
     inverses   name of a weight → the inverse of its scale, always in the same memory
     """
 
-    def __init__(self, flats: Sequence[FlatParams], *, setting: CoreSetting) -> None:
-        self._group, self._collectives, self._tape = setting.groups.gather, setting.collectives, setting.tape
+    def __init__(
+        self,
+        buffers: Sequence[tuple[Sequence[str], Fp8Bytes]],
+        *,
+        group: Group,
+        collectives: Collectives,
+        device: torch.device,
+        record: Callable[[Kind, str, Callable[[], int]], None],
+    ) -> None:
+        self._group, self._collectives, self._record = group, collectives, record
         self.stale = True
         self.inverses: dict[str, Tensor] = {}
-        weights = [(flat, index) for flat in flats if flat.fp8 for index in flat.fp8.weights]
+        weights = [(names[index], fp8, index) for names, fp8 in buffers for index in fp8.weights]
         self._num_weights = len(weights)
         if not weights:
             return
-        numbers = {(id(flat), index): number for number, (flat, index) in enumerate(weights)}
-        self._maxima = torch.zeros(self._group.size * len(weights), device=setting.device)
+        numbers = {(id(fp8), index): number for number, (_, fp8, index) in enumerate(weights)}
+        self._maxima = torch.zeros(self._group.size * len(weights), device=device)
         # NaN until they are known: a forward that came before would not go unnoticed.
-        self._scales = torch.full((len(weights),), torch.nan, device=setting.device)
+        self._scales = torch.full((len(weights),), torch.nan, device=device)
         # Products in fp8 need the address of a scale to be a multiple of 16 bytes.
-        padded = torch.full((len(weights), _INVERSE_STRIDE), torch.nan, device=setting.device)
+        padded = torch.full((len(weights), _INVERSE_STRIDE), torch.nan, device=device)
         self._inverses = padded[:, 0]
         self._parts: list[Tensor] = []
         owners: list[int] = []
-        for flat, index in weights:
-            assert flat.fp8 is not None
-            number = numbers[id(flat), index]
-            flat.fp8.scales[index] = self._scales[number]
+        for name, fp8, index in weights:
+            number = numbers[id(fp8), index]
+            fp8.scales[index] = self._scales[number]
             # As `data`: autograd saves it, and writing the same value again is no change.
-            self.inverses[flat.names[index]] = self._inverses[number].data
-        for flat in flats:
-            for index, part in flat.fp8.owned if flat.fp8 else ():
+            self.inverses[name] = self._inverses[number].data
+        for _, fp8 in buffers:
+            for index, part in fp8.owned:
                 self._parts.append(part)
-                owners.append(numbers[id(flat), index])
-        for event in (setting.events.update_ended, setting.events.values_written):
-            event.append(self._spoil)
-        self._owners = torch.tensor(owners, dtype=torch.int64, device=setting.device)
+                owners.append(numbers[id(fp8), index])
+        self._owners = torch.tensor(owners, dtype=torch.int64, device=device)
 
-    def _spoil(self) -> None:
+    def spoil(self) -> None:
+        """Values were written: the scales are to be refreshed."""
         self.stale = True
 
-    def refresh(self) -> None:
-        """Take the maxima of the masters on all ranks. Collective."""
+    def refresh(self, *, is_local: bool) -> None:
+        """Take the maxima of the masters on all ranks; `is_local`: there is only one. Collective."""
         self._take_maxima()
-        self._group.log.name = _NAME
-        self._collectives.all_gather(self._maxima, group=self._group).wait()
-        self._rescale()
-
-    def refresh_locally(self) -> None:
-        """Take the maxima in a group of one rank."""
-        self._take_maxima()
+        if not is_local:
+            self._group.log.name = _NAME
+            self._collectives.all_gather(self._maxima, group=self._group).wait()
         self._rescale()
 
     @torch.no_grad()
@@ -92,4 +94,4 @@ class Fp8Scales:
         self._scales.copy_(scales)
         self._inverses.copy_(inverses)
         self.stale = False
-        self._tape.record(Kind.GATHER_SCALES, ROOT, lambda: self._scales.nbytes)
+        self._record(Kind.GATHER_SCALES, ROOT, lambda: self._scales.nbytes)
