@@ -10,6 +10,8 @@ import hugging_face_models
 from shardwise.hardware import Cluster, cluster_of
 from shardwise.hardware.link import Fabric, Link
 from shardwise.hardware.sourced import Sourced
+from shardwise.models.specs.traced import trace_task
+from shardwise.models.tasks import Task, load_task
 from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.search.auto import solve_plan
@@ -17,8 +19,6 @@ from shardwise.planner.search.candidates import Candidate, candidates, cost
 from shardwise.planner.search.request import RECOMPUTES, AutoRequest, with_budget
 from shardwise.spec import ModelSpec
 from shardwise.spec.step import COMPILED
-from shardwise.tasks import Task, load_task
-from shardwise.trace import trace_task
 
 SHARES = (0.4, 0.6, 0.8)
 # (model, ranks) → the batch at which the peak without recompute is taken. Rehearsals come before a job is joined.

@@ -33,11 +33,11 @@ from training_case import make_optimizer
 import shardwise
 from shardwise import Plan
 from shardwise.hardware import cluster_of
+from shardwise.models.sources import Source
+from shardwise.models.tasks import load_task
 from shardwise.planner.search.candidates import cost
 from shardwise.program.buffers import gather_bytes
-from shardwise.sources import Source
 from shardwise.spec import ROOT
-from shardwise.tasks import load_task
 from shardwise.units import unit_modules
 
 # Until every way is compiled, and captured ways are replayed.

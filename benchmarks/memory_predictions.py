@@ -13,14 +13,14 @@ from hugging_face_models import MODELS, task_of
 
 from shardwise.models.catalogue import CATALOGUE, shape_of
 from shardwise.models.shapes import GPTShape, LlamaShape
+from shardwise.models.sources import Source, Way
+from shardwise.models.specs.traced import trace_task
+from shardwise.models.tasks import cross_entropy, token_task
 from shardwise.plan import Plan
 from shardwise.planner import MemoryEstimate, estimate
 from shardwise.planner.memory.constants import DEFAULT_COMMUNICATOR_BYTES
 from shardwise.planner.ways import traced_ways
-from shardwise.sources import Source, Way
 from shardwise.spec import ModelSpec
-from shardwise.tasks import cross_entropy, token_task
-from shardwise.trace import trace_task
 
 Row = dict[str, Any]
 

@@ -14,10 +14,10 @@ from rows import table
 
 from shardwise.hardware.device import device_of
 from shardwise.hardware.prices import prices
+from shardwise.models.sources import Source
 from shardwise.plan import Plan
 from shardwise.planner.search.rent import Wish, most_cost, most_days, recommended, rentals
 from shardwise.planner.search.training_cost import TrainingCost
-from shardwise.sources import Source
 
 MODELS = (
     *("gpt2-124m", "gpt2-350m", "smollm2-360m", "gpt-1.3b", "llama-3.2-1b"),

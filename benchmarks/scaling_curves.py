@@ -18,12 +18,12 @@ from published_rows import own_model
 
 from shardwise.hardware import Cluster, cluster_of
 from shardwise.hardware.software import software_of
+from shardwise.models.sources import Source
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.planner.time import straggler
 from shardwise.planner.time.collective import rings_of
 from shardwise.planner.time.step_time import estimate_time
-from shardwise.sources import Source
 
 _TORCH = Plan(strategy="fsdp", engine="torch", precision="bf16")
 _MPT = replace(_TORCH, reduce_dtype="bf16", accumulate_reduced=True)

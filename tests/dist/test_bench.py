@@ -21,7 +21,7 @@ from shardwise.bench.worker import run_rank
 from shardwise.cli.app import main
 from shardwise.engine.core.bucket import ReduceBucket
 from shardwise.engine.core.unit import Unit
-from shardwise.tasks import Task, load_task
+from shardwise.models.tasks import Task, load_task
 
 OPTIONS = ("--ranks", "2", "--rounds", "1", "--steps", "2", "--warm-up", "3")
 

@@ -16,11 +16,11 @@ from whole import whole
 from shardwise.comm.absent import AbsentCollectives, absent_group
 from shardwise.engines import prepare
 from shardwise.models.muon import MuonWithAdamW, split_off_matrices
+from shardwise.models.sources import Source
+from shardwise.models.tasks import Task, load_task
 from shardwise.plan import Plan
 from shardwise.planner import MemoryEstimate, estimate
 from shardwise.planner.memory.peak import job_of
-from shardwise.sources import Source
-from shardwise.tasks import Task, load_task
 from shardwise.units import model_spec
 
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardwise.models.sources import Source
 from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES
 from shardwise.profile.compare import Profile, predict
 from shardwise.profile.rehearsal import Rehearsal, rehearse_apart
-from shardwise.sources import Source
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -1,7 +1,7 @@
 """Specs for the planner's tests: models that need no torch."""
 
+from shardwise.models.sources import Source
 from shardwise.plan import Plan
-from shardwise.sources import Source
 from shardwise.spec import ModelSpec
 
 

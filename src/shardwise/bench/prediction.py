@@ -11,6 +11,7 @@ from shardwise.hardware import Cluster, cluster_of
 from shardwise.hardware.cluster import make_cluster
 from shardwise.hardware.cluster_file import read_cluster_file
 from shardwise.hardware.device_file import device_like
+from shardwise.models.sources import Source
 from shardwise.plan import Plan
 from shardwise.planner.search.auto import solve_plan
 from shardwise.planner.search.candidates import candidates
@@ -18,7 +19,6 @@ from shardwise.planner.search.request import AutoRequest
 from shardwise.planner.search.scale import Scaled, scaling
 from shardwise.planner.time.step_time import estimate_time, timeline
 from shardwise.profile.compare import predict_memory
-from shardwise.sources import Source
 from shardwise.train.config import TrainConfig
 from shardwise.train.config_sections import OptimizerSection
 from shardwise.train.memory_advice import optimizer_rule

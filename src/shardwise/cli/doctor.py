@@ -54,8 +54,8 @@ def doctor(
     if model and is_known:
         from shardwise.hardware.cluster import parse_cluster
         from shardwise.interchange.predicted import predict
+        from shardwise.models.sources import Source
         from shardwise.report.text.fp8_table import fp8_lines
-        from shardwise.sources import Source
         from shardwise.vocabulary.quantities import bytes_text
 
         source = Source(model, seq=seq)

@@ -72,9 +72,9 @@ def _explain_file(path: str, *, model: str | None, ranks: int, as_json: bool) ->
 
 def _spec(model: str | None, *, plan: "Plan") -> "ModelSpec":
     from shardwise.models.catalogue import shape_of
+    from shardwise.models.sources import Source
+    from shardwise.models.specs.shipped import ready_spec
     from shardwise.report.text.step_picture import picture_model
-    from shardwise.sources import Source
-    from shardwise.spec.shipped import ready_spec
 
     if model is None and plan.units != AUTO_UNITS:
         raise InvalidPlan(f"units = {plan.units!r}: name the model that is cut with --model")

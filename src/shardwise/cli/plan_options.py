@@ -10,17 +10,17 @@ from shardwise.cli.shared_options import OPTIMIZERS
 from shardwise.cli.strategies import comma_separated
 from shardwise.cli.terminal import status_line
 from shardwise.errors import InvalidPlan, UnknownName
+from shardwise.models.adaptation import Adaptation
 from shardwise.plan.limits import LIMITS, EngineLimits
 from shardwise.plan.mesh import Mesh
 from shardwise.planner.systems import System, system_of
-from shardwise.spec.adaptation import Adaptation
 from shardwise.spec.losses import LEAN, LOSSES, USUAL
 from shardwise.vocabulary.quantities import byte_count
 
 if TYPE_CHECKING:
     from shardwise.hardware import Cluster
     from shardwise.hardware.software import Software
-    from shardwise.sources import Source
+    from shardwise.models.sources import Source
 
 GOALS = ("throughput", "memory")
 OFFLOADS = ("states", "activations")
@@ -235,7 +235,7 @@ def source_of(
     adaptation: Adaptation | None = None,
 ) -> "Source":
     """Return the model with the chosen loss; `loss`: as it was given. Only catalogue models have the lean one."""
-    from shardwise.sources import Source
+    from shardwise.models.sources import Source
 
     source = Source(
         model,

@@ -9,12 +9,12 @@ from shardwise.cli.plan_answer import PlanAnswer
 from shardwise.cli.plan_output import as_data, remarks
 from shardwise.cli.plan_question import PlanOptions
 from shardwise.hardware import Cluster
+from shardwise.models.sources import Source
 from shardwise.planner.search.candidates import Candidate
 from shardwise.planner.search.recommend import best_of
 from shardwise.planner.time.step_time import timeline
 from shardwise.report.text.queue_lanes import as_data as spans_as_data
 from shardwise.report.text.verdict import changed_options, in_host_memory, name_of
-from shardwise.sources import Source
 
 
 def answer_data(found: PlanAnswer, *, source: Source, options: PlanOptions, chosen: str) -> dict[str, Any]:

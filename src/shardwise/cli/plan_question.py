@@ -21,14 +21,14 @@ from shardwise.cli.plan_options import (
     source_of,
     system_settings,
 )
+from shardwise.models.adaptation import adaptation_of
 from shardwise.plan.policy import AUTO_UNITS
-from shardwise.spec.adaptation import adaptation_of
 from shardwise.vocabulary.quantities import byte_count
 
 if TYPE_CHECKING:
     from shardwise.cli.plan_answer import PlanQuestion
     from shardwise.hardware import Cluster
-    from shardwise.sources import Source
+    from shardwise.models.sources import Source
 
 PAGE_MODEL, PAGE_CLUSTER = "llama-3.1-8b", "8xh100-80gb"
 """What the planner page opens with, where nothing is given."""

@@ -23,6 +23,7 @@ from shardwise.interchange.exported import JobShape
 from shardwise.interchange.targets import TARGETS
 from shardwise.interchange.targets import export as exported_for
 from shardwise.models.catalogue import CATALOGUE
+from shardwise.models.sources import Source
 from shardwise.plan import Plan
 from shardwise.planner.search.frontier import fixed_frontier
 from shardwise.planner.search.request import RECOMPUTES
@@ -31,7 +32,6 @@ from shardwise.planner.time.compute import can_time
 from shardwise.report.planner_page.planner_document import planner_page, saved_page
 from shardwise.report.planner_page.planner_server import Answers, Asked, Document, Superseded
 from shardwise.report.text.budgets import frontier_data
-from shardwise.sources import Source
 from shardwise.spec import ModelSpec
 from shardwise.vocabulary.collection import without_collection
 

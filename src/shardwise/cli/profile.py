@@ -99,9 +99,9 @@ def profile(
 
 
 def _profiles(rehearsal: "Rehearsal", *, strategies: Sequence[str]) -> "list[Profile]":
+    from shardwise.models.sources import Source
     from shardwise.profile.compare import profile as profile_all
     from shardwise.profile.rehearsal import Measured, Rehearsal, rehearse_apart
-    from shardwise.sources import Source
 
     with status_line("Starting …") as show_status:
 

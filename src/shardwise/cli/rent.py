@@ -60,11 +60,11 @@ def rent(
     check_names(optimizer=optimizer)
     from shardwise.hardware.device import device_of
     from shardwise.hardware.prices import prices
+    from shardwise.models.adaptation import adaptation_of
+    from shardwise.models.sources import Source
     from shardwise.plan import Plan
     from shardwise.planner.search.rent import LOOKS, Wish, recommended, rentals
     from shardwise.report.text.rented import rental_data
-    from shardwise.sources import Source
-    from shardwise.spec.adaptation import adaptation_of
 
     num_tokens = parse_count(tokens, option="--tokens")
     assert num_tokens is not None

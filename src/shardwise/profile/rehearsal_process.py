@@ -27,13 +27,13 @@ from shardwise.errors import ShardwiseError
 from shardwise.files.atomic import atomic_write
 from shardwise.files.data_file import read_json
 from shardwise.models.muon import MuonWithAdamW, split_off_matrices
+from shardwise.models.tasks import Task
+from shardwise.models.tasks.foreign import task_of
 from shardwise.plan.limits import LIMITS
 from shardwise.profile.cuda_allocations import AllocatorHistory
 from shardwise.profile.recording import WARM_UP_STEPS, Recording, StepRecording, allocations_on
 from shardwise.profile.rehearsal import Measured, Rehearsal
 from shardwise.spec import ModelSpec
-from shardwise.tasks import Task
-from shardwise.trace.foreign import task_of
 from shardwise.units import model_spec, unit_modules
 
 

@@ -4,17 +4,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardwise.hardware import cluster_of
+from shardwise.models.sources import Source
 from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.search.candidates import Candidate, candidates
 from shardwise.planner.search.recommend import recommend
 from shardwise.report.text.verdict import reasons
-from shardwise.sources import Source
 from shardwise.vocabulary.html_table import html_table
 from shardwise.vocabulary.quantities import bytes_text
 
 if TYPE_CHECKING:
-    from shardwise.tasks import Task
+    from shardwise.models.tasks import Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

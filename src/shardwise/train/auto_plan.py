@@ -23,13 +23,13 @@ from shardwise.errors import InvalidPlan
 from shardwise.files.atomic import atomic_write
 from shardwise.files.data_file import UnreadableFile, parse_json, read_json
 from shardwise.hardware import Cluster
+from shardwise.models.sources import Source
 from shardwise.plan import Plan
 from shardwise.planner.search.auto import solve_plan
 from shardwise.planner.search.candidates import capacity_bytes
 from shardwise.planner.search.chosen_text import chosen_text
 from shardwise.planner.search.nearest import cost_of_change, find_smaller
 from shardwise.planner.search.request import AutoRequest, NoPlanFits
-from shardwise.sources import Source
 from shardwise.train.automatic import job_cluster, solved_by_rank_0
 from shardwise.train.config import TrainConfig
 from shardwise.train.memory_advice import optimizer_rule

@@ -16,12 +16,12 @@ from shardwise.hardware import Cluster, cluster_of
 from shardwise.hardware.cluster import make_cluster
 from shardwise.hardware.device_file import device_like
 from shardwise.hardware.sourced import Sourced
+from shardwise.models.sources import Source
+from shardwise.models.tasks import Task
 from shardwise.plan import Plan
 from shardwise.planner.search.auto import solve_plan
 from shardwise.planner.search.nearest import find_smaller
 from shardwise.planner.search.request import AutoRequest, NoPlanFits
-from shardwise.sources import Source
-from shardwise.tasks import Task
 from shardwise.vocabulary.segments import segments_expand
 
 

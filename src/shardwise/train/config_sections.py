@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from shardwise.errors import InvalidData
 from shardwise.files.keys import key
 from shardwise.files.object_path import check_url
-from shardwise.spec.adaptation import QUANTIZED
+from shardwise.models.adaptation import QUANTIZED
 from shardwise.train.config_section import ConfigSection, InvalidConfig
 from shardwise.vocabulary.quantities import SIZE_EXAMPLE, byte_count
 

@@ -17,8 +17,8 @@ from shardwise.errors import ShardwiseError, UnknownName
 from shardwise.hardware.cluster import Cluster, make_cluster
 from shardwise.hardware.device_file import device_like
 from shardwise.hardware.sourced import Sourced
+from shardwise.models.sources import Source
 from shardwise.planner.search.nearest import changed_settings, nearest_fit
-from shardwise.sources import Source
 from shardwise.train.config import TrainConfig
 from shardwise.train.config_sections import OptimizerSection
 from shardwise.vocabulary.quantities import bytes_text

@@ -18,7 +18,7 @@ from shardwise.data.sampler import DistributedSampler
 from shardwise.engine.optimizer.scaler import GradScaler
 from shardwise.engines import prepare
 from shardwise.errors import InvalidData
-from shardwise.tasks import Task, load_task
+from shardwise.models.tasks import Task, load_task
 from shardwise.train.batches import Sharing, batches_of, check_size, samples_seen
 from shardwise.train.config import TrainConfig
 from shardwise.train.optimizers import make_optimizer
@@ -136,8 +136,8 @@ def _load_task(config: TrainConfig, *, device: torch.device) -> Task:
 
 
 def _checkpoint_task(config: TrainConfig, *, device: torch.device) -> Task:
-    from shardwise.pretrained.fine_tune import Adapters, checkpoint_task
-    from shardwise.pretrained.quantised import Nf4
+    from shardwise.models.weights.fine_tune import Adapters, checkpoint_task
+    from shardwise.models.weights.quantised import Nf4
 
     section = config.task
     adapters = None

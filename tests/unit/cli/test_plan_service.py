@@ -156,7 +156,7 @@ def test_newer_question_of_a_page_ends_the_older_one(service: PlanService, monke
 
 
 def test_lengths_that_laws_cover_need_no_other_trace(service: PlanService, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardwise.sources import Source
+    from shardwise.models.sources import Source
 
     def traced(self: Source, ways: Any) -> None:
         raise AssertionError("a model was traced")

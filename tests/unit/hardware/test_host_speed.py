@@ -19,9 +19,9 @@ from shardwise.hardware.borrowed import host_factor, kernel_model_of
 from shardwise.hardware.calibration import Calibration, shipped_calibration
 from shardwise.hardware.host_speed import HostSpeed, engine_factor, read_host_speed, reference_host
 from shardwise.hardware.probe_host import probe_host, seconds_on_core
+from shardwise.models.sources import Source
 from shardwise.plan import Plan
 from shardwise.planner.time.step_time import TimeEstimate, estimate_time
-from shardwise.sources import Source
 
 
 def slower(times: float, *, share: float = 1.0) -> HostSpeed:

@@ -5,8 +5,8 @@ import pytest
 from shardwise.hardware.cluster import parse_cluster
 from shardwise.interchange.foreign_setup import ForeignSetup
 from shardwise.interchange.predicted import predict
+from shardwise.models.sources import Source
 from shardwise.plan import Plan
-from shardwise.sources import Source
 
 
 def codes(model: str, cluster: str, **settings: object) -> list[str]:

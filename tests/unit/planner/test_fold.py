@@ -8,13 +8,13 @@ from planned_specs import spec_for
 
 from shardwise.errors import InvalidPlan
 from shardwise.hardware import cluster_of
+from shardwise.models.sources import Source
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.planner.fold import cut, shorten
 from shardwise.planner.job import Job
 from shardwise.planner.memory.peak import estimate, job_of
 from shardwise.planner.search.candidates import candidates, cost
-from shardwise.sources import Source
 from shardwise.spec.step import Run
 
 MODEL = "gpt2-1.5b"

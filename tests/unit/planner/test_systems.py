@@ -6,11 +6,11 @@ import pytest
 
 from shardwise.errors import InvalidPlan, UnknownName
 from shardwise.hardware import cluster_of
+from shardwise.models.sources import Source
 from shardwise.plan import Plan
 from shardwise.plan.limits import strategies_of
 from shardwise.planner.search.candidates import cost
 from shardwise.planner.systems import OWN, SYSTEMS, System, system_of
-from shardwise.sources import Source
 
 
 @pytest.mark.parametrize("system", SYSTEMS.values(), ids=SYSTEMS)

@@ -7,12 +7,12 @@ import pytest
 from rich.console import Console
 
 from shardwise.errors import ShardwiseError
+from shardwise.models.sources import Source
 from shardwise.plan import Plan
 from shardwise.profile.compare import DoesNotFit, Profile, predict, profile
 from shardwise.profile.memory_ledger import LedgerEntry, MemoryLedger
 from shardwise.profile.rehearsal import Measured, Rehearsal, RehearsalFailed, rehearse_apart
 from shardwise.report.text.profile_table import as_data, as_table
-from shardwise.sources import Source
 from shardwise.vocabulary.categories import CATEGORIES
 
 # As on a GPU: specs of the catalogue come with the package, so that nothing has to be traced.

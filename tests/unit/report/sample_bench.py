@@ -5,6 +5,7 @@ from shardwise.bench.results import Bench, Equivalence
 from shardwise.bench.spread import Spread
 from shardwise.bench.tape_spans import Happening
 from shardwise.hardware import cluster_of
+from shardwise.models.sources import Source
 from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.memory.peak import estimate, job_of
@@ -13,7 +14,6 @@ from shardwise.planner.search.candidates import cost
 from shardwise.planner.time.step_time import timeline
 from shardwise.profile.memory_ledger import LedgerEntry, MemoryLedger
 from shardwise.program import build
-from shardwise.sources import Source
 from shardwise.vocabulary.categories import CATEGORIES
 
 NUM_RANKS = 4

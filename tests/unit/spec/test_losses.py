@@ -6,13 +6,13 @@ import pytest
 from whole import in_turn
 
 from shardwise.errors import InvalidModel
+from shardwise.models.sources import Source
+from shardwise.models.tasks import cross_entropy, load_task
 from shardwise.plan import Plan
 from shardwise.planner.memory.peak import estimate
-from shardwise.sources import Source
 from shardwise.spec import ROOT
 from shardwise.spec.losses import LOSSES, USUAL, with_loss
 from shardwise.spec.step import StepTrace, Stream
-from shardwise.tasks import cross_entropy, load_task
 from shardwise.trace.observe import Way
 from shardwise.trace.trace import trace_model
 

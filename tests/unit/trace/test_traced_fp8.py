@@ -12,14 +12,14 @@ from torch.torch_version import TorchVersion
 from whole import whole
 
 from shardwise.models.shapes import LlamaShape
+from shardwise.models.sources import Source
+from shardwise.models.specs.traced import trace_task
+from shardwise.models.tasks import token_task
 from shardwise.plan import Plan
 from shardwise.planner.memory.peak import estimate
 from shardwise.planner.ways import fp8_traces, fp8_way
 from shardwise.program.fp8_layers import fp8_weight_names
-from shardwise.sources import Source
 from shardwise.spec.step import GATHERED, ROWWISE, TENSORWISE
-from shardwise.tasks import token_task
-from shardwise.trace import trace_task
 from shardwise.trace.fp8 import fp8_layers
 from shardwise.units import model_spec
 

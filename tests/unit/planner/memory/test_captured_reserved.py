@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from shardwise.models.sources import Source
 from shardwise.plan import Plan
 from shardwise.planner import MemoryEstimate, estimate
 from shardwise.program.buffers import SAMPLED_EVERY
-from shardwise.sources import Source
 
 BENCHMARKS = Path(__file__).parents[4] / "benchmarks"
 

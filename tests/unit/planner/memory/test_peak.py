@@ -8,6 +8,7 @@ import torch
 from planned_specs import spec_for
 
 from shardwise.errors import InvalidPlan
+from shardwise.models.sources import states_only
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import SHARDED, STRATEGIES
@@ -17,7 +18,6 @@ from shardwise.planner.job import Job
 from shardwise.planner.memory.constants import RULES
 from shardwise.planner.memory.peak import _traces
 from shardwise.planner.memory.states import optimizer_of
-from shardwise.sources import states_only
 from shardwise.spec import ModelSpec, UnitSpec
 from shardwise.trace import Way, trace_model
 from shardwise.vocabulary.categories import CATEGORIES

@@ -11,6 +11,7 @@ from random_models import PLAN, RandomModel, random_model
 
 from shardwise.errors import InvalidPlan
 from shardwise.hardware import Cluster, cluster_of
+from shardwise.models.sources import Source
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.planner.search.auto import Solved, solve_plan
@@ -20,7 +21,6 @@ from shardwise.planner.search.dial_cost import DialCosts
 from shardwise.planner.search.micro_batches import MicroBatches
 from shardwise.planner.search.request import RECOMPUTES, AutoRequest, NoPlanFits
 from shardwise.planner.search.reserved_search import _shrunk
-from shardwise.sources import Source
 from shardwise.spec import ModelSpec
 from shardwise.vocabulary.quantities import GIB
 

@@ -4,6 +4,7 @@ import pytest
 from planned_specs import spec_for
 
 from shardwise.hardware import Cluster, cluster_of
+from shardwise.models.sources import Source
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import STRATEGIES
@@ -11,7 +12,6 @@ from shardwise.planner.memory.peak import job_of
 from shardwise.planner.search.candidates import _refined, candidates, cost, largest_batch, meshes
 from shardwise.planner.search.micro_batches import largest_fitting
 from shardwise.planner.traffic import sent_bytes
-from shardwise.sources import Source
 
 BF16 = Plan(precision="bf16")
 EVERY = list(STRATEGIES)

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from shardwise.hardware import cluster_of
+from shardwise.models.sources import Source
 from shardwise.plan import Plan
 from shardwise.planner.search.candidates import Candidate
 from shardwise.planner.search.nearest import changed_settings, changes, cost_of_change, fewest_on_host, find_smaller
 from shardwise.planner.search.request import AutoRequest
-from shardwise.sources import Source
 from shardwise.train.config import TrainConfig
 from shardwise.train.memory_advice import FullDevice, describe_fit
 

@@ -6,11 +6,11 @@ import pytest
 from planned_specs import spec_for
 
 from shardwise.hardware import cluster_of
+from shardwise.models.sources import Source
 from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.search.candidates import Candidate, candidates
 from shardwise.planner.search.recommend import Condition, Reason, Recommendation, best_of, recommend
-from shardwise.sources import Source
 from shardwise.spec import ModelSpec
 
 EVERY = list(STRATEGIES)

@@ -7,12 +7,12 @@ import pytest
 
 from shardwise.hardware.device import device_of
 from shardwise.hardware.prices import Price, prices
+from shardwise.models.sources import Source
 from shardwise.plan import Plan
 from shardwise.planner.search.candidates import cost, largest_batch, meshes
 from shardwise.planner.search.recommend import best_of
 from shardwise.planner.search.rent import Wish, most_cost, most_days, recommended, rentals
 from shardwise.planner.search.training_cost import TrainingCost
-from shardwise.sources import Source
 
 DEVICES = {device_of(kind): prices()[kind] for kind in ("h100-80gb", "a100-80gb")}
 WISH = Wish(plan=Plan(precision="bf16"), num_tokens=2e9)

@@ -4,10 +4,10 @@ import pytest
 
 from shardwise.errors import InvalidCluster
 from shardwise.hardware import cluster_of
+from shardwise.models.sources import Source
 from shardwise.plan import Plan
 from shardwise.planner.search.candidates import candidates
 from shardwise.planner.search.scale import SIZES, Scaled, scaling
-from shardwise.sources import Source
 
 PLAN = Plan(precision="bf16", micro_batch=2)
 

@@ -6,12 +6,12 @@ import pytest
 from whole import whole
 
 from shardwise.hardware import cluster_of
+from shardwise.models.sources import Source
 from shardwise.plan import Plan
 from shardwise.planner.search.auto import costs_of, solve_for, solve_plan
 from shardwise.planner.search.chosen_text import chosen_text
 from shardwise.planner.search.request import AutoRequest, NoPlanFits
 from shardwise.planner.search.tiles import tiles_of
-from shardwise.sources import Source
 from shardwise.spec import ModelSpec, TensorSpec, UnitSpec
 
 PLAN = Plan(precision="bf16", strategy="auto", micro_batch=1, capture="off")

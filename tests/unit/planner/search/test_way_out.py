@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from shardwise.hardware import Cluster, cluster_of
+from shardwise.models.sources import Source
 from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.search.way_out import larger_clusters, ways_out
-from shardwise.sources import Source
 
 EVERY = list(STRATEGIES)
 

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from shardwise.hardware import cluster_of
+from shardwise.models.sources import Source
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.search.candidates import Candidate, candidates
 from shardwise.planner.search.recommend import Condition, Reason, Recommendation, RunnerUp, Simpler
 from shardwise.report.text.verdict import name_of, no_fit, reasons, verdict
-from shardwise.sources import Source
 
 EVERY = list(STRATEGIES)
 CLUSTER = cluster_of("8xh100-80gb")

@@ -12,9 +12,9 @@ import torch
 from shardwise.errors import InvalidModel, ShardwiseError
 from shardwise.models.catalogue import shape_of
 from shardwise.models.shapes import TokenShape, TransformersShape
-from shardwise.tasks.catalogue_task import image_task, token_task
-from shardwise.tasks.task import Task
-from shardwise.tasks.transformers_task import transformers_task
+from shardwise.models.tasks.catalogue_task import image_task, token_task
+from shardwise.models.tasks.task import Task
+from shardwise.models.tasks.transformers_task import transformers_task
 
 
 def load_task(

@@ -3,11 +3,11 @@
 import pytest
 
 from shardwise.errors import InvalidModel, InvalidPlan, UnknownName
+from shardwise.models.adaptation import Adaptation, adaptation_of
+from shardwise.models.sources import Source
 from shardwise.plan import Plan
 from shardwise.planner.memory.peak import estimate
-from shardwise.sources import Source
 from shardwise.spec import ModelSpec
-from shardwise.spec.adaptation import Adaptation, adaptation_of
 
 PLAN = Plan(strategy="ddp", precision="bf16", micro_batch=2)
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.errors import InvalidModel
+from shardwise.models.adapted import linears_of_blocks
 from shardwise.models.transformers_model import imported
-from shardwise.trace.adapted import linears_of_blocks
 
 Quantise = Callable[[Tensor], Tensor]
 

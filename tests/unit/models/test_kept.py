@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.models.sources import Source
+from shardwise.models.specs import kept
+from shardwise.models.specs.kept import spec_key
 from shardwise.plan import Plan
-from shardwise.sources import Source
-from shardwise.spec import ModelSpec, kept
-from shardwise.spec.kept import spec_key
+from shardwise.spec import ModelSpec
 
 PLAN = Plan(precision="fp32", micro_batch=2)
 LLAMA = """{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,

@@ -10,9 +10,9 @@ transformers_task   of models of the transformers library
 load_task           finds the task that a command names
 """
 
-from shardwise.tasks.catalogue_task import image_task, token_task
-from shardwise.tasks.load_task import load_task
-from shardwise.tasks.task import Sums, Task, classification_sums, cross_entropy, cross_entropy_of_tokens
+from shardwise.models.tasks.catalogue_task import image_task, token_task
+from shardwise.models.tasks.load_task import load_task
+from shardwise.models.tasks.task import Sums, Task, classification_sums, cross_entropy, cross_entropy_of_tokens
 
 __all__ = [
     "Sums",

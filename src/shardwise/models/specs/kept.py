@@ -16,9 +16,9 @@ from pathlib import Path
 from shardwise.errors import InvalidData
 from shardwise.files.cache_folder import cached_text, keep_text
 from shardwise.files.data_file import UnreadableFile, read_text
-from shardwise.files.hub_cache import config_folder
+from shardwise.models.adaptation import Adaptation
+from shardwise.models.hub_cache import config_folder
 from shardwise.plan.policy import AUTO_UNITS
-from shardwise.spec.adaptation import Adaptation
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.store import decode_text, encode_text
 

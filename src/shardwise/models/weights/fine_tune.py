@@ -19,19 +19,19 @@ from shardwise.checkpoint.tensor_file import TensorEntry, write_tensors
 from shardwise.engine.prepared.weight_stream import full_parameters
 from shardwise.errors import InvalidData, InvalidModel
 from shardwise.files.atomic import atomic_write
-from shardwise.files.hub_cache import config_folder
+from shardwise.models.hub_cache import config_folder
+from shardwise.models.tasks import Task
+from shardwise.models.tasks.transformers_task import task_of_model, with_data
 from shardwise.models.transformers_model import class_of_config, config_of_folder, imported
-from shardwise.pretrained.pretrained import (
+from shardwise.models.transformers_shapes import default_seq
+from shardwise.models.weights.pretrained import (
     SafetensorsFolder,
     empty_model,
     save_pretrained,
     stored_names,
     warn_of_differences,
 )
-from shardwise.pretrained.quantised import Nf4, QuantisedWeights, quantise
-from shardwise.spec.architecture import default_seq
-from shardwise.tasks import Task
-from shardwise.tasks.transformers_task import task_of_model, with_data
+from shardwise.models.weights.quantised import Nf4, QuantisedWeights, quantise
 
 _PREFIX = "base_model.model."
 _TOKENIZER = "tokenizer.json"

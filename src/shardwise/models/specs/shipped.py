@@ -2,7 +2,7 @@
 
 A catalogue model without one is traced when it is asked for.
 
-python -m shardwise.trace.ship     traces them again
+python -m shardwise.models.specs.ship     traces them again
 """
 
 from collections.abc import Collection

@@ -4,7 +4,7 @@ gpt2-124m                  a catalogue model: its spec comes with the package
 params:60b                 a number of parameters; nothing else is known of the model
 python:FILE.py:function    your own Task
 hf:DIR (or hf:DIR/config.json, hf:Qwen/Qwen3-8B), timm:NAME, torchvision:NAME    models of other libraries
-                           (trace/foreign.py)
+                           (tasks/foreign.py)
 """
 
 import gc
@@ -15,9 +15,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardwise.errors import InvalidModel, InvalidPlan
-from shardwise.files.hub_cache import config_folder
+from shardwise.models.adaptation import Adaptation
 from shardwise.models.catalogue import shape_of
+from shardwise.models.hub_cache import config_folder
 from shardwise.models.shapes import GPTShape, LlamaShape, TokenShape
+from shardwise.models.specs.architecture import Architecture, architecture_of
+from shardwise.models.specs.kept import keep_spec, kept_spec, spec_key
+from shardwise.models.specs.shipped import ready_spec
 from shardwise.models.transformers_shapes import TRANSFORMERS_SHAPES
 from shardwise.plan import Plan
 from shardwise.plan.policy import AUTO_UNITS
@@ -25,17 +29,13 @@ from shardwise.planner.memory.peak import computes_in
 from shardwise.planner.ways import fp8_traces, traced_ways
 from shardwise.program.fp8_layers import fp8_weight_names
 from shardwise.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
-from shardwise.spec.adaptation import Adaptation
-from shardwise.spec.architecture import Architecture, architecture_of
-from shardwise.spec.kept import keep_spec, kept_spec, spec_key
 from shardwise.spec.losses import LEAN, USUAL, with_loss
-from shardwise.spec.shipped import ready_spec
 from shardwise.spec.step import COMPILED, FP8_WAYS
 from shardwise.vocabulary.collection import without_collection
 from shardwise.vocabulary.heads import HEADS
 
 if TYPE_CHECKING:
-    from shardwise.tasks import Task
+    from shardwise.models.tasks import Task
 
 Way = tuple[str, str]
 """(dtype that computes, recompute or its name in COMPILED)."""
@@ -254,14 +254,14 @@ class Source:
 
     def _traced(self, ways: Collection[Way]) -> ModelSpec:
         with self._while_tracing(self.reference), _nothing_collected():
-            from shardwise.trace import trace_task
+            from shardwise.models.specs.traced import trace_task
 
             if self._task is None:
-                from shardwise.trace.foreign import task_of
+                from shardwise.models.tasks.foreign import task_of
 
                 self._task = task_of(self.reference, seq=self._seq, image=self._image)
                 if self._adaptation is not None:
-                    from shardwise.trace.adapted import adapt
+                    from shardwise.models.adapted import adapt
 
                     adapt(self._task.model, self._adaptation, name=self.reference)
             undo = []

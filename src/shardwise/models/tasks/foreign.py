@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import InvalidModel, UnknownName
+from shardwise.models.tasks import Task, cross_entropy, load_task
+from shardwise.models.tasks.transformers_task import folder_task
 from shardwise.models.transformers_model import imported
-from shardwise.tasks import Task, cross_entropy, load_task
-from shardwise.tasks.transformers_task import folder_task
 
 _DEFAULT_IMAGE = 224
 
