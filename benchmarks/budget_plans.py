@@ -66,7 +66,7 @@ def solve(name: str, *, num_ranks: int) -> Iterator[dict[str, Any]]:
         within = with_budget(cluster, budget_bytes=budget)
         fixed = _fixed(spec, BASE, cluster=within)
         chosen = {
-            "auto": [solve_plan(lambda plan: spec, request=request).candidate],
+            "auto": [solve_plan(lambda *plans: spec, request=request).candidate],
             "best": fixed[:3],
             "random": draw.sample(fixed[3:], min(2, len(fixed[3:]))),
         }
@@ -103,7 +103,7 @@ def _fixed(
     found = [
         one
         for recompute in recomputes
-        for one in candidates(lambda plan: spec, plan=replace(plan, recompute=recompute), **common)
+        for one in candidates(lambda *plans: spec, plan=replace(plan, recompute=recompute), **common)
         if one.fits == "yes"
     ]
     return sorted(found, key=lambda one: -_speed(one))

@@ -46,7 +46,7 @@ from shardwise.engine.prepared.inventory import held_bytes
 from shardwise.hardware import cluster_of
 from shardwise.models.adaptation import Adaptation
 from shardwise.models.adapted import adapt
-from shardwise.models.sources import Source
+from shardwise.models.reference import Model
 from shardwise.models.tasks import Task, load_task
 from shardwise.planner.search.auto import solve_plan
 from shardwise.planner.search.candidates import Candidate, cost
@@ -83,8 +83,8 @@ class Case:
         return None if self.lora is None else Adaptation(rank=self.lora)
 
     @property
-    def source(self) -> Source:
-        return Source(self.model, seq=self.seq, adaptation=self.adaptation)
+    def source(self) -> Model:
+        return Model(self.model, seq=self.seq, adaptation=self.adaptation)
 
     def task(self) -> Task:
         """Return the task, with the model on the meta device."""

@@ -12,7 +12,7 @@ from line_chart import HEIGHT, LEFT, Chart, legend
 from pictures import FOLDER, svg, text
 
 from shardwise.hardware import cluster_of
-from shardwise.models.sources import Source
+from shardwise.models.reference import Model
 from shardwise.plan import Plan
 from shardwise.planner.search.candidates import Candidate
 from shardwise.planner.search.frontier import FrontierPoint, frontier
@@ -36,7 +36,7 @@ FrontierLine = list[tuple[float, float]]
 
 def points() -> list[FrontierPoint]:
     request = AutoRequest(plan=Plan(precision="bf16"), cluster=cluster_of(CLUSTER))
-    return frontier(Source(MODEL).spec_for, request=request, num_budgets=NUM_BUDGETS)
+    return frontier(Model(MODEL).spec_for, request=request, num_budgets=NUM_BUDGETS)
 
 
 def lines(found: Sequence[FrontierPoint]) -> dict[str, FrontierLine]:

@@ -130,12 +130,11 @@ def test_a_resumed_training_of_adapters_is_the_whole_one(folder: Path) -> None:
 @needs_peft
 def test_targets_that_no_module_has_are_refused(folder: Path) -> None:
     from shardwise.errors import InvalidModel
-    from shardwise.models.weights.fine_tune import Adapters, checkpoint_task
+    from shardwise.models.adaptation import Adaptation
+    from shardwise.models.weights.fine_tune import checkpoint_task
 
     with pytest.raises(InvalidModel, match="task.lora_targets: .*qproj"):
-        checkpoint_task(
-            str(folder / "base"), dataset=None, seq=8, adapters=Adapters(rank=2, alpha=4, targets=("qproj",))
-        )
+        checkpoint_task(str(folder / "base"), dataset=None, seq=8, adaptation=Adaptation(rank=2, targets=("qproj",)))
 
 
 def through_nf4(folder: Path) -> Any:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from whole import strategies
 
-from shardwise.models.sources import Source
+from shardwise.models.reference import Model
 from shardwise.plan import Plan
 from shardwise.profile.compare import Profile, predict
 from shardwise.profile.memory_ledger import LedgerEntry
@@ -50,8 +50,8 @@ def task():
 
 
 @cache
-def source(model: str = MODEL, seq: int | None = SEQ) -> Source:
-    return Source(model, seq=seq, kernels="cpu")
+def source(model: str = MODEL, seq: int | None = SEQ) -> Model:
+    return Model(model, seq=seq, kernels="cpu")
 
 
 def profiled(strategy: str, *, num_ranks: int, engine: str = "shardwise") -> Profile:

@@ -86,7 +86,7 @@ WITHOUT_TORCH = [
     "shardwise.report.perfetto",
     "shardwise.bench.tape_spans",
     "shardwise.report.text.ring_rounds",
-    "shardwise.models.sources",
+    "shardwise.models.reference",
     "shardwise.torch_internals.torch_private",
     "shardwise.spec",
     "shardwise.models.specs.architecture",

@@ -2,17 +2,17 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 from shardwise.cli.strategies import strategies_for_engine, strategy_names
 from shardwise.errors import InvalidPlan
 from shardwise.hardware import Cluster
+from shardwise.models.reference import Model
 from shardwise.plan import Plan
 from shardwise.plan.limits import LIMITS
 from shardwise.plan.placement import AUTO, SHARDED, STRATEGIES
 from shardwise.planner.memory.states import needs_whole_matrices
 from shardwise.planner.search.auto import solve_plan
-from shardwise.planner.search.candidates import Candidate, candidates, cost
+from shardwise.planner.search.candidates import Candidate, SpecFor, candidates, cost
 from shardwise.planner.search.chosen_text import chosen_text
 from shardwise.planner.search.frontier import FrontierPoint, frontier
 from shardwise.planner.search.recommend import Reason, Recommendation, recommend
@@ -24,41 +24,24 @@ from shardwise.planner.systems import OWN, System
 from shardwise.planner.time.fabric_range import needed_bytes_per_s
 from shardwise.planner.time.step_time import timeline
 from shardwise.report.text.verdict import no_fit, reasons
-from shardwise.spec import ModelSpec
 from shardwise.vocabulary.span import Span
 
 _CLEARLY_FASTER = 0.95
-
-
-class PlannedModel(Protocol):
-    """What a question needs to know of its model: `Source` has it."""
-
-    @property
-    def reference(self) -> str: ...
-
-    @property
-    def loss(self) -> str: ...
-
-    @property
-    def has_other_loss(self) -> bool: ...
-
-    @property
-    def has_default_length(self) -> bool: ...
-
-    def spec_for(self, plan: Plan) -> ModelSpec: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanQuestion(AutoRequest):
     """The options of the command: the solver's request, and what else is to be shown.
 
+    spec_for      of the model; a caller may watch what is asked for
     system        the system that is predicted, if it is another one; `like`: what it has set, as a sentence
     strategy      a strategy, all of them, or auto: all of them and the solver's plan
     num_tokens, price_per_gpu_hour    of a complete training run, whose cost is then shown
     quick         without the allocator's model, the solver, and what is said about other plans
     """
 
-    source: PlannedModel
+    model: Model
+    spec_for: SpecFor
     strategy: str
     system: System = OWN
     like: str = ""
@@ -107,7 +90,7 @@ class PlanAnswer:
 def answer(question: PlanQuestion) -> PlanAnswer:
     strategies = _strategies(question)
     cluster = with_budget(question.cluster, budget_bytes=question.budget_bytes)
-    spec_for, optimizer = question.source.spec_for, question.optimizer
+    spec_for, optimizer = question.spec_for, question.optimizer
     found = candidates(
         spec_for,
         plan=question.plan,
@@ -162,11 +145,11 @@ def _strategies(question: PlanQuestion) -> list[str]:
 def _with_auto(question: PlanQuestion, found: list[Candidate]) -> tuple[list[Candidate], Recommendation, str]:
     """Add the solver's plan as a row, and recommend it."""
     try:
-        solved = solve_plan(question.source.spec_for, request=question)
+        solved = solve_plan(question.spec_for, request=question)
     except NoPlanFits as error:
         return found, Recommendation(index=None, reason=Reason.NOTHING_FITS), str(error)
     best = solved.candidate
-    names = [unit.name for unit in question.source.spec_for(best.plan).units]
+    names = [unit.name for unit in question.spec_for(best.plan).units]
     why = f"{chosen_text(best.plan, names=names)} ({solved.num_replays} plans were replayed)"
     reason = Reason.SMALLEST_PEAK if question.goal == "memory" else Reason.FASTEST
     return [*found, best], Recommendation(index=len(found), reason=reason, best=best), why
@@ -212,7 +195,7 @@ def _compiled(question: PlanQuestion, best: Candidate | None) -> Candidate | Non
 
 def _clearly_faster(question: PlanQuestion, plan: Plan, *, than: Candidate) -> Candidate | None:
     """Return the cost of the plan; None unless its steps are clearly shorter."""
-    spec = question.source.spec_for(plan)
+    spec = question.spec_for(plan)
     # The allocator's model takes most of the time, and does not change that of a step.
     quick = cost(spec, plan=plan, cluster=than.cluster, optimizer=question.optimizer, quick=True)
     if quick.time is None or than.time is None or quick.time.step_seconds >= _CLEARLY_FASTER * than.time.step_seconds:
@@ -224,7 +207,7 @@ def _needed(question: PlanQuestion, best: Candidate | None) -> float | None:
     if question.quick or best is None or best.time is None or best.cluster.num_nodes == 1:
         return None
     return needed_bytes_per_s(
-        question.source.spec_for(best.plan),
+        question.spec_for(best.plan),
         plan=best.plan,
         cluster=best.cluster,
         optimizer=question.optimizer,
@@ -236,9 +219,7 @@ def _scaling(question: PlanQuestion, *, found: list[Candidate], cluster: Cluster
     if not question.scales:
         return None
     fixed = [one for one in found if not one.label]
-    return scaling(
-        question.source.spec_for, plan=question.plan, found=fixed, cluster=cluster, optimizer=question.optimizer
-    )
+    return scaling(question.spec_for, plan=question.plan, found=fixed, cluster=cluster, optimizer=question.optimizer)
 
 
 def _training(question: PlanQuestion, found: list[Candidate]) -> list[TrainingCost] | None:
@@ -259,5 +240,5 @@ def _spans(question: PlanQuestion, best: Candidate | None) -> list[Span] | None:
     """Return the timeline of the recommended plan's step, if it was requested and is known."""
     if not question.has_timeline or best is None or best.time is None:
         return None
-    spec = question.source.spec_for(best.plan)
+    spec = question.spec_for(best.plan)
     return timeline(spec, plan=best.plan, cluster=best.cluster, optimizer=question.optimizer)

@@ -20,7 +20,7 @@ from shardwise.vocabulary.quantities import byte_count
 if TYPE_CHECKING:
     from shardwise.hardware import Cluster
     from shardwise.hardware.software import Software
-    from shardwise.models.sources import Source
+    from shardwise.models.reference import Model
 
 GOALS = ("throughput", "memory")
 OFFLOADS = ("states", "activations")
@@ -182,9 +182,10 @@ class SystemSettings:
 def _system_tile(system: System, *, model: str) -> dict[str, int]:
     if not system.tile_tokens:
         return {}
+    from shardwise.models.catalogue import kind_of
     from shardwise.models.transformers_shapes import TRANSFORMERS_SHAPES
 
-    is_ours = ":" not in model and model not in TRANSFORMERS_SHAPES
+    is_ours = not kind_of(model)[0] and model not in TRANSFORMERS_SHAPES
     return {"*.feed_forward" if is_ours else "*.mlp": system.tile_tokens}
 
 
@@ -225,7 +226,7 @@ def _limits_of(engine: str) -> EngineLimits:
     return LIMITS.get(engine, EngineLimits(name=engine))
 
 
-def source_of(
+def model_of(
     model: str,
     *,
     seq: int | None,
@@ -233,11 +234,11 @@ def source_of(
     loss: str | None,
     chosen: SystemSettings,
     adaptation: Adaptation | None = None,
-) -> "Source":
+) -> "Model":
     """Return the model with the chosen loss; `loss`: as it was given. Only catalogue models have the lean one."""
-    from shardwise.models.sources import Source
+    from shardwise.models.reference import Model
 
-    source = Source(
+    named = Model(
         model,
         seq=seq,
         image=image,
@@ -245,8 +246,8 @@ def source_of(
         adaptation=adaptation,
         while_tracing=lambda name: status_line(f"Tracing {name} …"),
     )
-    if loss == LEAN and not source.has_lean_loss:
+    if loss == LEAN and not named.has_lean_loss:
         raise InvalidPlan(
             f"--loss {loss}: {model} has a loss of its own; only catalogue models of tokens have this one"
         )
-    return source
+    return named

@@ -9,7 +9,6 @@ from shardwise.cli.plan_answer import PlanAnswer
 from shardwise.cli.plan_output import as_data, remarks
 from shardwise.cli.plan_question import PlanOptions
 from shardwise.hardware import Cluster
-from shardwise.models.sources import Source
 from shardwise.planner.search.candidates import Candidate
 from shardwise.planner.search.recommend import best_of
 from shardwise.planner.time.step_time import timeline
@@ -17,7 +16,7 @@ from shardwise.report.text.queue_lanes import as_data as spans_as_data
 from shardwise.report.text.verdict import changed_options, in_host_memory, name_of
 
 
-def answer_data(found: PlanAnswer, *, source: Source, options: PlanOptions, chosen: str) -> dict[str, Any]:
+def answer_data(found: PlanAnswer, *, options: PlanOptions, chosen: str) -> dict[str, Any]:
     """Return the answer; `plan` is what `plan --json` prints.
 
     rows      the candidates that are drawn: of each strategy the one on its best mesh
@@ -26,14 +25,14 @@ def answer_data(found: PlanAnswer, *, source: Source, options: PlanOptions, chos
     timeline  one step of the strategy `chosen`, or of the recommended one
     """
     first, index = found.found[0], chosen_row(found, name=chosen)
-    spec, one = source.spec_for(first.plan), found.found[index]
-    spans = timeline(source.spec_for(one.plan), plan=one.plan, cluster=one.cluster, optimizer=options.optimizer)
+    spec, one = found.question.spec_for(first.plan), found.found[index]
+    spans = timeline(found.question.spec_for(one.plan), plan=one.plan, cluster=one.cluster, optimizer=options.optimizer)
     return {
         "plan": as_data(found),
         "is_quick": found.question.quick,
         "num_params": spec.num_params,
         "seq": spec.seq,
-        "longest": source.longest_sample,
+        "longest": found.question.model.longest_sample,
         "title": first.cluster.device.title or first.cluster.device.name,
         "cluster": _shape(first.cluster),
         "optimizer": options.optimizer,

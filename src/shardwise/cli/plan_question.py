@@ -11,6 +11,7 @@ from shardwise.cli.plan_options import (
     SystemSettings,
     check_names,
     hybrid_mesh,
+    model_of,
     parse_count,
     parse_host_memory,
     parse_mesh,
@@ -18,7 +19,6 @@ from shardwise.cli.plan_options import (
     parse_recompute,
     parse_tile,
     planned_cluster,
-    source_of,
     system_settings,
 )
 from shardwise.models.adaptation import adaptation_of
@@ -28,7 +28,7 @@ from shardwise.vocabulary.quantities import byte_count
 if TYPE_CHECKING:
     from shardwise.cli.plan_answer import PlanQuestion
     from shardwise.hardware import Cluster
-    from shardwise.models.sources import Source
+    from shardwise.models.reference import Model
 
 PAGE_MODEL, PAGE_CLUSTER = "llama-3.1-8b", "8xh100-80gb"
 """What the planner page opens with, where nothing is given."""
@@ -128,11 +128,11 @@ def cluster_for(options: PlanOptions) -> "Cluster":
     )
 
 
-def source_for(options: PlanOptions) -> "Source":
+def model_for(options: PlanOptions) -> "Model":
     adaptation = adaptation_of(
         options.lora, targets=options.lora_targets, quantize=options.quantize, precision=options.precision
     )
-    return source_of(
+    return model_of(
         options.model,
         seq=options.seq,
         image=options.image,
@@ -146,14 +146,14 @@ def question_of(
     options: PlanOptions,
     *,
     cluster_of: Callable[[PlanOptions], "Cluster"] = cluster_for,
-    model_of: Callable[[PlanOptions], "Source"] = source_for,
+    named: Callable[[PlanOptions], "Model"] = model_for,
 ) -> "PlanQuestion":
     """Return the question that the options ask; a caller with many questions keeps the clusters and the models."""
     from shardwise.cli.plan_answer import PlanQuestion
     from shardwise.plan import Plan
 
     check_names(goal=options.goal, optimizer=options.optimizer)
-    where, chosen = cluster_of(options), settings_of(options)
+    where, chosen, model = cluster_of(options), settings_of(options), named(options)
     plan = Plan(
         micro_batch=options.micro_batch,
         accumulate=options.accumulate,
@@ -172,7 +172,8 @@ def question_of(
         **parse_offload(options.offload),
     )
     return PlanQuestion(
-        source=model_of(options),
+        model=model,
+        spec_for=model.spec_for,
         plan=plan,
         strategy=chosen.strategy,
         cluster=where,

@@ -11,7 +11,7 @@ import torch
 from torch.torch_version import TorchVersion
 from whole import whole
 
-from shardwise.models.sources import Source
+from shardwise.models.reference import Model
 from shardwise.models.specs import architecture
 from shardwise.models.specs.architecture import FOLDER, architecture_of, value_of
 from shardwise.plan import Plan
@@ -135,16 +135,16 @@ def test_the_laws_give_the_spec_that_a_trace_gives(name: str, tmp_path: Path, mo
     assert found is not None, (
         "traced with another version of transformers: python -m shardwise.models.specs.ship_architectures"
     )
-    by_laws = Source(f"hf:{folder}", seq=SEQ).spec_for(plan)
-    monkeypatch.setattr("shardwise.models.sources.architecture_of", lambda folder, *, seq: None)
-    traced = Source(f"hf:{folder}", seq=SEQ).spec_for(plan)
+    by_laws = Model(f"hf:{folder}", seq=SEQ).spec_for(plan)
+    monkeypatch.setattr("shardwise.models.specs.spec_store.architecture_for", lambda request: None)
+    traced = Model(f"hf:{folder}", seq=SEQ).spec_for(plan)
     assert at_length(of_this_torch(by_laws), SEQ) == at_length(traced, SEQ)
 
 
 def test_a_known_architecture_is_not_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write(tmp_path, config_of("qwen3-tied"))
-    monkeypatch.setattr(Source, "_traced", None)
-    spec = Source(f"hf:{folder}").spec_for(Plan(precision="bf16", micro_batch=1))
+    monkeypatch.setattr(Model, "_traced", None)
+    spec = Model(f"hf:{folder}").spec_for(Plan(precision="bf16", micro_batch=1))
     assert (spec.num_params, spec.seq, len(spec.units)) == (596_049_920, 2048, 29)
 
 

@@ -24,6 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.files.data_file import UnreadableFile, parse_json, read_json
+from shardwise.models.catalogue import kind_of
+from shardwise.models.hub_cache import config_folder
+from shardwise.models.specs.spec_request import SpecRequest
 from shardwise.models.transformers_shapes import default_seq
 from shardwise.spec.model import LARGE_ROOT_LAYER, ModelSpec
 from shardwise.spec.store import decode
@@ -66,6 +69,13 @@ class Architecture:
         text = re.sub(r"x\{(.*?)\}", lambda found: f"x{value_of(found[1], self.sizes)}", text)
         data = _filled(parse_json(text), self.sizes)
         return decode({**data, "name": name, "seq": self.seq}, ways=ways)
+
+
+def architecture_for(request: SpecRequest) -> Architecture | None:
+    """Return the architecture by whose laws a model needs no trace, if there is one."""
+    if request.kind != "hf" or not request.is_plain or request.image is not None:
+        return None
+    return architecture_of(config_folder(kind_of(request.reference)[1]), seq=request.seq)
 
 
 def architecture_of(folder: str | Path, *, seq: int | None) -> Architecture | None:

@@ -3,6 +3,8 @@
 from collections.abc import Collection
 from dataclasses import replace
 
+from shardwise.engine.activations.tiled import check_tiles, tile_modules
+from shardwise.models.specs.spec_request import SpecRequest
 from shardwise.models.tasks import Task
 from shardwise.plan.policy import AUTO_UNITS
 from shardwise.spec import ModelSpec
@@ -33,3 +35,23 @@ def trace_task(
         policy=policy,
     )
     return replace(traced, seq=task.tokens_per_sample)
+
+
+def trace_request(task: Task, request: SpecRequest, *, ways: Collection[tuple[str, str]]) -> ModelSpec:
+    """Return the spec of a task as a plan runs it, in the units and the tiles of the request."""
+    tile, undo = dict(request.tile), []
+    if tile:
+        check_tiles(task.model, tile=tile, units=())
+        undo = tile_modules(task.model, tile=tile, verifies=False)
+    try:
+        return trace_task(
+            task,
+            name=request.reference,
+            ways=ways,
+            kernels=request.kernels,
+            fp8=request.fp8,
+            policy=request.units,
+        )
+    finally:
+        for one in reversed(undo):
+            one()

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import log2
+from typing import Protocol
 
 from shardwise.hardware import Cluster
 from shardwise.plan import Plan
@@ -21,8 +22,11 @@ from shardwise.spec import ModelSpec
 from shardwise.vocabulary.html_table import html_table
 from shardwise.vocabulary.quantities import bytes_text
 
-SpecFor = Callable[[Plan], ModelSpec]
-"""Returns the spec with the traces that a plan needs; may trace the model."""
+
+class SpecFor(Protocol):
+    """Returns the spec with the traces that plans need; may trace the model."""
+
+    def __call__(self, *plans: Plan) -> ModelSpec: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

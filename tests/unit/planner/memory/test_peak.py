@@ -8,7 +8,7 @@ import torch
 from planned_specs import spec_for
 
 from shardwise.errors import InvalidPlan
-from shardwise.models.sources import states_only
+from shardwise.models.specs.states_only import states_only
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import SHARDED, STRATEGIES

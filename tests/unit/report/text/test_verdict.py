@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from shardwise.hardware import cluster_of
-from shardwise.models.sources import Source
+from shardwise.models.reference import Model
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import STRATEGIES
@@ -22,7 +22,7 @@ def found() -> dict[str, Candidate]:
     """By strategy; all fit, with the same micro-batch, 0.2 s a step, a tenth of which is exposed."""
     plan = Plan(precision="bf16", micro_batch=8)
     costed = candidates(
-        Source("gpt2-124m").spec_for,
+        Model("gpt2-124m").spec_for,
         plan=plan,
         strategies=EVERY,
         cluster=CLUSTER,
