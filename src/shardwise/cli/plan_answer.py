@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardwise.cli.strategies import strategies_for_engine, strategy_names
 from shardwise.errors import InvalidPlan
@@ -11,20 +12,19 @@ from shardwise.plan import Plan
 from shardwise.plan.limits import LIMITS
 from shardwise.plan.placement import AUTO, SHARDED, STRATEGIES
 from shardwise.planner.memory.states import needs_whole_matrices
-from shardwise.planner.search.auto import solve_plan
 from shardwise.planner.search.candidates import Candidate, SpecFor, candidates, cost
-from shardwise.planner.search.chosen_text import chosen_text
-from shardwise.planner.search.frontier import FrontierPoint, frontier
 from shardwise.planner.search.recommend import Reason, Recommendation, recommend
 from shardwise.planner.search.request import AutoRequest, NoPlanFits, with_budget
-from shardwise.planner.search.scale import Scaled, scaling
-from shardwise.planner.search.training_cost import TrainingCost, training_cost
-from shardwise.planner.search.way_out import ways_out
 from shardwise.planner.systems import OWN, System
 from shardwise.planner.time.fabric_range import needed_bytes_per_s
-from shardwise.planner.time.step_time import timeline
+from shardwise.planner.time.step_time import job_on, timeline
 from shardwise.report.text.verdict import no_fit, reasons
 from shardwise.vocabulary.span import Span
+
+if TYPE_CHECKING:
+    from shardwise.planner.search.frontier import FrontierPoint
+    from shardwise.planner.search.scale import Scaled
+    from shardwise.planner.search.training_cost import TrainingCost
 
 _CLEARLY_FASTER = 0.95
 
@@ -76,9 +76,9 @@ class PlanAnswer:
     captured: Candidate | None
     captured_units: Candidate | None
     compiled: Candidate | None
-    scaling: list[Scaled] | None
-    frontier: list[FrontierPoint] | None
-    training: list[TrainingCost] | None
+    scaling: "list[Scaled] | None"
+    frontier: "list[FrontierPoint] | None"
+    training: "list[TrainingCost] | None"
     spans: list[Span] | None
 
     def save(self, path: Path) -> None:
@@ -109,6 +109,8 @@ def answer(question: PlanQuestion) -> PlanAnswer:
         chosen = recommend(found, goal=question.goal, spec_for=spec_for, optimizer=optimizer, quick=question.quick)
         why = reasons(chosen)
         if chosen.reason is Reason.NOTHING_FITS and not question.quick:
+            from shardwise.planner.search.way_out import ways_out
+
             ways = ways_out(spec_for, plan=question.plan, strategies=strategies, cluster=cluster, optimizer=optimizer)
             why = no_fit(ways, asked=question.plan, found=found)
     return PlanAnswer(
@@ -123,7 +125,7 @@ def answer(question: PlanQuestion) -> PlanAnswer:
         captured_units=_captured(question, chosen.best, capture="units"),
         compiled=_compiled(question, chosen.best),
         scaling=_scaling(question, found=found, cluster=cluster),
-        frontier=frontier(spec_for, request=question) if question.has_frontier else None,
+        frontier=_frontier(question),
         training=_training(question, found),
         spans=_spans(question, chosen.best),
     )
@@ -144,6 +146,9 @@ def _strategies(question: PlanQuestion) -> list[str]:
 
 def _with_auto(question: PlanQuestion, found: list[Candidate]) -> tuple[list[Candidate], Recommendation, str]:
     """Add the solver's plan as a row, and recommend it."""
+    from shardwise.planner.search.auto import solve_plan
+    from shardwise.planner.search.chosen_text import chosen_text
+
     try:
         solved = solve_plan(question.spec_for, request=question)
     except NoPlanFits as error:
@@ -206,28 +211,36 @@ def _clearly_faster(question: PlanQuestion, plan: Plan, *, than: Candidate) -> C
 def _needed(question: PlanQuestion, best: Candidate | None) -> float | None:
     if question.quick or best is None or best.time is None or best.cluster.num_nodes == 1:
         return None
-    return needed_bytes_per_s(
-        question.spec_for(best.plan),
-        plan=best.plan,
-        cluster=best.cluster,
-        optimizer=question.optimizer,
-        system=question.system,
-    )
+    spec, cluster = question.spec_for(best.plan), best.cluster
+    job = job_on(spec, plan=best.plan, cluster=cluster, optimizer=question.optimizer)
+    return needed_bytes_per_s(job, batch=best.batch, cluster=cluster, system=question.system)
 
 
-def _scaling(question: PlanQuestion, *, found: list[Candidate], cluster: Cluster) -> list[Scaled] | None:
+def _scaling(question: PlanQuestion, *, found: list[Candidate], cluster: Cluster) -> "list[Scaled] | None":
     if not question.scales:
         return None
+    from shardwise.planner.search.scale import scaling
+
     fixed = [one for one in found if not one.label]
     return scaling(question.spec_for, plan=question.plan, found=fixed, cluster=cluster, optimizer=question.optimizer)
 
 
-def _training(question: PlanQuestion, found: list[Candidate]) -> list[TrainingCost] | None:
+def _frontier(question: PlanQuestion) -> "list[FrontierPoint] | None":
+    if not question.has_frontier:
+        return None
+    from shardwise.planner.search.frontier import frontier
+
+    return frontier(question.spec_for, request=question)
+
+
+def _training(question: PlanQuestion, found: list[Candidate]) -> "list[TrainingCost] | None":
     """Return the cost of the training run under each plan that fits."""
     if question.num_tokens is None:
         if question.price_per_gpu_hour is not None:
             raise InvalidPlan("--price needs --tokens: how long the training is")
         return None
+    from shardwise.planner.search.training_cost import training_cost
+
     rows = [
         training_cost(one, num_tokens=question.num_tokens, price_per_gpu_hour=question.price_per_gpu_hour)
         for one in found

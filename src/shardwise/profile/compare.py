@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from shardwise.errors import ShardwiseError
 from shardwise.plan import Plan
 from shardwise.plan.limits import LIMITS, strategies_of
-from shardwise.planner.memory.peak import MemoryEstimate, estimate, job_of
+from shardwise.planner.memory.peak import MemoryEstimate, estimate_job, job_of
 from shardwise.planner.memory.replay import row_peaks
 from shardwise.profile.memory_ledger import LedgerEntry, paired
 from shardwise.profile.rehearsal import Measured, Rehearsal, rehearse_apart
@@ -89,16 +89,8 @@ def predict_memory(
     spec: ModelSpec, *, plan: Plan, num_ranks: int, batch: int, optimizer: str, device: str, expands: bool = False
 ) -> PredictedMemory:
     """Predict the peak, and the peak of every row; `optimizer` is a name of planner/memory/states.py."""
-    memory = estimate(
-        spec,
-        plan=plan,
-        num_ranks=num_ranks,
-        batch=batch,
-        optimizer=optimizer,
-        device=device,
-        expands=expands,
-    )
-    job = job_of(spec, plan=plan, num_ranks=num_ranks, optimizer=optimizer, device=device).cut(_UNCUT)
+    whole = job_of(spec, plan=plan, num_ranks=num_ranks, optimizer=optimizer, device=device)
+    memory, job = estimate_job(whole, batch=batch, expands=expands), whole.cut(_UNCUT)
     found = row_peaks(job.memory_rows, at_rest=job.at_rest, batch=batch)
     return PredictedMemory(
         memory=memory, entries=tuple(LedgerEntry(at=label, num_bytes=parts) for label, parts in found)
