@@ -12,7 +12,6 @@ import typer
 from shardwise.cli.help_pages import COMMANDS, CommandGroups, GroupedOptions
 from shardwise.errors import ShardwiseError
 from shardwise.vocabulary.printable import printable_lines
-from shardwise.vocabulary.tested_versions import installed_torch, untested_torch
 from shardwise.vocabulary.version import __version__
 
 # Former names of options; they still work, but --help does not show them.
@@ -73,6 +72,8 @@ app = typer.Typer(
 
 def _print_version(asked: bool) -> None:
     if asked:
+        from shardwise.vocabulary.tested_versions import installed_torch, untested_torch
+
         print(f"shardwise {__version__}")
         line = untested_torch(installed_torch())
         if line:

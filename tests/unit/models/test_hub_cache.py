@@ -12,7 +12,6 @@ from urllib.error import URLError
 import pytest
 
 from shardwise.errors import InvalidModel
-from shardwise.models import hub_cache
 from shardwise.models.hub_cache import config_folder
 
 NAME = "Qwen/Qwen3-8B"
@@ -64,7 +63,7 @@ def test_without_a_network_nothing_is_fetched(monkeypatch: pytest.MonkeyPatch) -
     def no_network(*_: object, **__: object) -> None:
         raise URLError("no route")
 
-    monkeypatch.setattr(hub_cache, "urlopen", no_network)
+    monkeypatch.setattr("urllib.request.urlopen", no_network)
     with pytest.raises(InvalidModel, match="https://huggingface.co does not answer: .*no route"):
         config_folder(NAME)
 

@@ -18,7 +18,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -114,6 +113,8 @@ def _stored(model_type: str) -> tuple[dict[str, Any], ...]:
 @cache
 def _installed() -> str:
     """Return the installed version of transformers without its last number, or "" without one."""
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return short_version(version("transformers"))
     except PackageNotFoundError:

@@ -9,7 +9,6 @@ that an edit in place changes the key. This is sound for models of this package 
 import json
 import platform
 from collections.abc import Collection
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -74,6 +73,8 @@ def _text(path: Path) -> str | None:
 
 def _fingerprint(package: str) -> list[object]:
     """Return a package's version and, for _BY_FILE, path, size and time of its files, without importing it."""
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         found: list[object] = [package, version(package)]
     except PackageNotFoundError:
