@@ -100,6 +100,7 @@ class Model:
         if self.kind == "params" or not plans:
             return find(request)
         first = plans[0]
+        assert all((plan.units, plan.tile) == (first.units, first.tile) for plan in plans), "they cut it differently"
         request = request.under(first)
         bare = find(request)
         layers = frozenset[str]().union(*(fp8_weight_names(bare, plan=plan) for plan in plans))
@@ -118,10 +119,12 @@ class Model:
 
     def _traced(self, request: SpecRequest, ways: Collection[Way]) -> ModelSpec:
         with self.while_tracing(self.reference):
-            from shardwise.models.specs.traced import trace_request
+            from shardwise.models.specs.traced import trace_task
 
-            self._specs.task = self._specs.task or self.task()
-            return trace_request(self._specs.task, request, ways=ways)
+            task = self._specs.task = self._specs.task or self.task()
+            kernels, fp8, tile = request.kernels, request.fp8, request.tile
+            name, units = self.reference, request.units
+            return trace_task(task, name=name, ways=ways, kernels=kernels, fp8=fp8, policy=units, tile=tile)
 
     def task(self, *, dataset: str | None = None, device: "torch.device | str" = "meta") -> "Task":
         """Return the model with its loss and its batches and, if there is a `dataset`, its data."""

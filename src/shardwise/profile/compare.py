@@ -10,13 +10,12 @@ from shardwise.plan import Plan
 from shardwise.plan.limits import LIMITS, strategies_of
 from shardwise.planner.memory.peak import MemoryEstimate, estimate_job, job_of
 from shardwise.planner.memory.replay import row_peaks
+from shardwise.planner.search.candidates import SpecFor
 from shardwise.profile.memory_ledger import LedgerEntry, paired
 from shardwise.profile.rehearsal import Measured, Rehearsal, rehearse_apart
 from shardwise.spec import ModelSpec
 from shardwise.vocabulary.quantities import GIB, fixed_text
 from shardwise.vocabulary.segments import segments_expand
-
-SpecFor = Callable[[Plan], ModelSpec]
 
 # The planner's names for the optimizer kernels that rehearsal_process.py chooses.
 _OPTIMIZERS = {

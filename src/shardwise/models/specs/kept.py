@@ -38,8 +38,9 @@ def spec_key(request: SpecRequest, *, ways: Collection[Way]) -> str | None:
     kind, name = kind_of(request.reference)
     if request.is_given or kind not in ("", *_LIBRARIES):
         return None
-    config = _text(Path(config_folder(name), "config.json")) if kind == "hf" else ""
-    if config is None:
+    try:
+        config = read_text(Path(config_folder(name), "config.json")) if kind == "hf" else ""
+    except UnreadableFile:
         return None
     of_transformers = request.reference in TRANSFORMERS_SHAPES
     packages = ("shardwise", "torch", *_LIBRARIES.get("hf" if of_transformers else kind, ()))
@@ -62,13 +63,6 @@ def kept_spec(key: str | None) -> ModelSpec | None:
 def keep_spec(key: str | None, spec: ModelSpec) -> None:
     if key is not None:
         keep_text(_KIND, key, encode_text(spec))
-
-
-def _text(path: Path) -> str | None:
-    try:
-        return read_text(path)
-    except UnreadableFile:
-        return None
 
 
 def _fingerprint(package: str) -> list[object]:
