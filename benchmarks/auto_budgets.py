@@ -59,8 +59,8 @@ from workers import tell as hand_over
 
 import shardwise
 from shardwise.comm.absent import AbsentCollectives, absent_group
+from shardwise.models.tasks import Task
 from shardwise.plan import Plan
-from shardwise.tasks import Task
 
 _SECONDS, _MOST_STEPS = 0.8, 12
 # Ordinary steps, the one that is captured, and a replay.

@@ -10,6 +10,8 @@ import hugging_face_models
 from shardwise.hardware import Cluster, cluster_of
 from shardwise.hardware.link import Fabric, Link
 from shardwise.hardware.sourced import Sourced
+from shardwise.models.specs.traced import trace_task
+from shardwise.models.tasks import Task, load_task
 from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.search.auto import solve_plan
@@ -17,8 +19,6 @@ from shardwise.planner.search.candidates import Candidate, candidates, cost
 from shardwise.planner.search.request import RECOMPUTES, AutoRequest, with_budget
 from shardwise.spec import ModelSpec
 from shardwise.spec.step import COMPILED
-from shardwise.tasks import Task, load_task
-from shardwise.trace import trace_task
 
 SHARES = (0.4, 0.6, 0.8)
 # (model, ranks) → the batch at which the peak without recompute is taken. Rehearsals come before a job is joined.
@@ -66,7 +66,7 @@ def solve(name: str, *, num_ranks: int) -> Iterator[dict[str, Any]]:
         within = with_budget(cluster, budget_bytes=budget)
         fixed = _fixed(spec, BASE, cluster=within)
         chosen = {
-            "auto": [solve_plan(lambda plan: spec, request=request).candidate],
+            "auto": [solve_plan(lambda *plans: spec, request=request).candidate],
             "best": fixed[:3],
             "random": draw.sample(fixed[3:], min(2, len(fixed[3:]))),
         }
@@ -103,7 +103,7 @@ def _fixed(
     found = [
         one
         for recompute in recomputes
-        for one in candidates(lambda plan: spec, plan=replace(plan, recompute=recompute), **common)
+        for one in candidates(lambda *plans: spec, plan=replace(plan, recompute=recompute), **common)
         if one.fits == "yes"
     ]
     return sorted(found, key=lambda one: -_speed(one))

@@ -24,8 +24,8 @@ from shardwise.bench.contestants import plan_for, why_not
 from shardwise.bench.run_files import BenchRun
 from shardwise.bench.subject import start
 from shardwise.comm.join import joined
+from shardwise.models.tasks import load_task
 from shardwise.plan import Plan
-from shardwise.tasks import load_task
 from shardwise.train.config import TrainConfig
 
 # Name → the task's settings, micro-batch.

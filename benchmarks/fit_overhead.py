@@ -30,15 +30,15 @@ from shardwise.hardware import Cluster, cluster_of
 from shardwise.hardware.borrowed import host_factor
 from shardwise.hardware.device_file import write_table
 from shardwise.hardware.host_speed import HostSpeed, dispatch_factor, read_host_speed, reference_host
+from shardwise.models.reference import Model
+from shardwise.models.specs.traced import trace_task
 from shardwise.plan import Plan
 from shardwise.planner import estimate
 from shardwise.planner.job import Job
 from shardwise.planner.overhead import CAPTURED, OVERHEADS, Overhead
 from shardwise.planner.search.candidates import Candidate, cost
 from shardwise.planner.time import step_time
-from shardwise.sources import Source
 from shardwise.spec import ModelSpec
-from shardwise.trace import trace_task
 
 ROOT = Path(__file__).parent.parent
 RESULTS = FOLDER / "host_probe_h200.json"
@@ -72,7 +72,7 @@ def reference_of(rows: list[dict[str, Any]]) -> HostSpeed:
 def spec_of(name: str) -> ModelSpec:
     if name in FITTED:
         case = FITTED[name]
-        return Source(name, seq=case.seq).spec_for(Plan(micro_batch=case.batch, precision="bf16"))
+        return Model(name, seq=case.seq).spec_for(Plan(micro_batch=case.batch, precision="bf16"))
     return trace_task(task_of(name, device="meta", masked=True), name=name, ways=[("bf16", "none")])
 
 

@@ -33,11 +33,11 @@ from training_case import make_optimizer
 import shardwise
 from shardwise import Plan
 from shardwise.hardware import cluster_of
+from shardwise.models.reference import Model
+from shardwise.models.tasks import load_task
 from shardwise.planner.search.candidates import cost
 from shardwise.program.buffers import gather_bytes
-from shardwise.sources import Source
 from shardwise.spec import ROOT
-from shardwise.tasks import load_task
 from shardwise.units import unit_modules
 
 # Until every way is compiled, and captured ways are replayed.
@@ -149,7 +149,7 @@ def precomputed_scales(model: nn.Module) -> None:
 def predicted(case: Case, way: str, *, ranks: int) -> dict[str, float]:
     """Return what the planner says, without the communication that it does not hide: here it takes no time."""
     plan = replace(plan_of(case, way), micro_batch=case.batch)
-    spec = Source(case.model, seq=case.seq).spec_for(plan)
+    spec = Model(case.model, seq=case.seq).spec_for(plan)
     found = cost(spec, plan=plan, cluster=cluster_of(f"{ranks}xh200"), optimizer="adamw-fused")
     assert found.time is not None
     seconds = found.time.step_seconds - found.time.exposed_comm_seconds

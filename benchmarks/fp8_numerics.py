@@ -23,7 +23,7 @@ from shardwise import Plan
 from shardwise.data.text import stdlib_tokens
 from shardwise.models.make import build_model
 from shardwise.models.shapes import LlamaShape
-from shardwise.tasks import cross_entropy
+from shardwise.models.tasks import cross_entropy
 
 WAYS = {
     "bf16": {"precision": "bf16"},

@@ -29,9 +29,9 @@ from training_case import make_optimizer, recompute_units
 
 from shardwise.comm.absent import AbsentCollectives
 from shardwise.engines import prepare
+from shardwise.models.specs.traced import trace_task
 from shardwise.plan import Plan
 from shardwise.planner import estimate
-from shardwise.trace import trace_task
 from shardwise.units import unit_modules
 
 WAYS: dict[str, dict[str, str]] = {

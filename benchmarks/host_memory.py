@@ -44,14 +44,14 @@ from shardwise import Plan
 from shardwise.engine.offload.pinned import pinned_bytes
 from shardwise.engine.prepared.inventory import held_bytes
 from shardwise.hardware import cluster_of
+from shardwise.models.adaptation import Adaptation
+from shardwise.models.adapted import adapt
+from shardwise.models.reference import Model
+from shardwise.models.tasks import Task, load_task
 from shardwise.planner.search.auto import solve_plan
 from shardwise.planner.search.candidates import Candidate, cost
 from shardwise.planner.search.request import AutoRequest
-from shardwise.sources import Source
 from shardwise.spec import ROOT
-from shardwise.spec.adaptation import Adaptation
-from shardwise.tasks import Task, load_task
-from shardwise.trace.adapted import adapt
 from shardwise.units import unit_modules
 
 # Of 125 GiB.
@@ -83,8 +83,8 @@ class Case:
         return None if self.lora is None else Adaptation(rank=self.lora)
 
     @property
-    def source(self) -> Source:
-        return Source(self.model, seq=self.seq, adaptation=self.adaptation)
+    def source(self) -> Model:
+        return Model(self.model, seq=self.seq, adaptation=self.adaptation)
 
     def task(self) -> Task:
         """Return the task, with the model on the meta device."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.tasks import Task
+from shardwise.models.tasks import Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

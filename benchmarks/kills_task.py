@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from shardwise.tasks import Task
+from shardwise.models.tasks import Task
 
 NUM_SAMPLES, WIDTH = 48, 16
 PASS_SECONDS = 0.08  # at most, where KILLS_PASS_SECONDS does not say otherwise

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.tasks import Task
-from shardwise.trace import adapted  # noqa: F401  (registers the operation that unpacks NF4)
+from shardwise.models import adapted  # noqa: F401  (registers the operation that unpacks NF4)
+from shardwise.models.tasks import Task
 
 _RANK, _DROPOUT, _CHUNK = 8, 0.05, 128
 # bitsandbytes: bytes per element of NF4, with scales in fp32 for every 64, or in int8 with their own (double).

@@ -4,7 +4,7 @@ Rows are those of validate_memory.py, or of captured_models.py. Errors are predi
 """
 
 import statistics
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -12,15 +12,15 @@ from typing import Any
 from hugging_face_models import MODELS, task_of
 
 from shardwise.models.catalogue import CATALOGUE, shape_of
+from shardwise.models.reference import Model
 from shardwise.models.shapes import GPTShape, LlamaShape
+from shardwise.models.specs.traced import trace_task
+from shardwise.models.tasks import cross_entropy, token_task
 from shardwise.plan import Plan
 from shardwise.planner import MemoryEstimate, estimate
 from shardwise.planner.memory.constants import DEFAULT_COMMUNICATOR_BYTES
 from shardwise.planner.ways import traced_ways
-from shardwise.sources import Source, Way
 from shardwise.spec import ModelSpec
-from shardwise.tasks import cross_entropy, token_task
-from shardwise.trace import trace_task
 
 Row = dict[str, Any]
 
@@ -31,30 +31,17 @@ AS_MEASURED: dict[str, Any] = {"piece_bytes": 0}
 
 
 # Language models as they were when results/step_times_h200.json and validate_memory_h200.json were measured: their
-# vocabularies not padded, trained with the usual loss. Once these are measured again, `Source` itself will do.
+# vocabularies not padded, trained with the usual loss. Once these are measured again, `Model` of their names will do.
 
 
 @cache
-def source_as_measured(model: str, *, seq: int | None = None, image: int | None = None) -> Source:
+def source_as_measured(model: str, *, seq: int | None = None, image: int | None = None) -> Model:
     """Return the source of a row's model. Of MPT, and of what is not in the catalogue, nothing has changed."""
     if isinstance(CATALOGUE.get(model), GPTShape | LlamaShape) and not model.startswith("mpt-"):
-        return _Unpadded(model, seq=seq)
-    return Source(model, seq=seq, image=image)
-
-
-class _Unpadded(Source):
-    """Traced here, since the specs that come with the package are of the padded models."""
-
-    def _is_ready(self) -> bool:
-        return False
-
-    def _live(self, ways: Collection[Way]) -> ModelSpec:
-        if self._task is None:
-            shape = shape_of(self.reference)
-            assert isinstance(shape, GPTShape | LlamaShape)
-            task = token_task(replace(shape, vocab_multiple=1), seq=self._seq, device="meta")
-            self._task = replace(task, loss=cross_entropy)
-        return super()._live(ways)
+        # Given as a task, since the specs that come with the package are of the padded models.
+        shape = replace(shape_of(model), vocab_multiple=1)
+        return Model(replace(token_task(shape, seq=seq, device="meta"), loss=cross_entropy), seq=seq)
+    return Model(model, seq=seq, image=image)
 
 
 @cache

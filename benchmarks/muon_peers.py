@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import shardwise
 from shardwise import Plan
 from shardwise.comm.absent import AbsentCollectives, absent_group, leave_out_reduce
-from shardwise.tasks import Task, load_task
+from shardwise.models.tasks import Task, load_task
 
 OUT = RESULTS / "muon_peers.json"
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")

@@ -15,12 +15,12 @@ from itertools import product
 from pathlib import Path
 
 from shardwise.hardware import cluster_of
+from shardwise.models.reference import Model
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import STRATEGIES
 from shardwise.planner import estimate
 from shardwise.planner.time.step_time import estimate_time
-from shardwise.sources import Source
 
 MODELS = ("gpt2-124m", "llama-3.1-8b", "llama-3.1-405b")
 CLUSTER = "8x8xh100-80gb"
@@ -33,14 +33,14 @@ from shardwise.hardware import cluster_of
 from shardwise.plan import Plan
 from shardwise.planner.search.auto import solve_plan
 from shardwise.planner.search.request import AutoRequest
-from shardwise.sources import Source
+from shardwise.models.reference import Model
 request = AutoRequest(plan=Plan(precision="bf16"), cluster=cluster_of({cluster!r}))
-solve_plan(Source({model!r}).spec_for, request=request)
+solve_plan(Model({model!r}).spec_for, request=request)
 """
 OWN_MODEL = """
 import torch
 from torch import nn
-from shardwise.tasks import Task
+from shardwise.models.tasks import Task
 
 class Block(nn.Module):
     def __init__(self):
@@ -70,7 +70,7 @@ def plans() -> list[Plan]:
 
 def plans_per_second(model: str) -> tuple[float, float, float]:
     """Memory of a plan without the allocator's model; its time, when its memory is known; memory with that model."""
-    source, cluster = Source(model), cluster_of(CLUSTER)
+    source, cluster = Model(model), cluster_of(CLUSTER)
     candidates = plans()
     for plan in candidates:
         spec = source.spec_for(plan)

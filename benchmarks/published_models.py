@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shardwise.models.catalogue import shape_of
 from shardwise.models.llama import Llama
 from shardwise.models.shapes import LlamaShape
-from shardwise.tasks import Task, cross_entropy, token_task
+from shardwise.models.tasks import Task, cross_entropy, token_task
 
 # Lightning's demo
 

@@ -66,7 +66,7 @@ def measure(name: str, folder: Path, *, num_rounds: int) -> None:
 
 def rank() -> None:
     import shardwise
-    from shardwise.tasks import load_task
+    from shardwise.models.tasks import load_task
 
     case, folder, num_rounds = CASES[sys.argv[1]], Path(sys.argv[2]), int(sys.argv[3])
     on_gpu = sys.argv[1] != "cpu"

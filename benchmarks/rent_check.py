@@ -14,10 +14,10 @@ from rows import table
 
 from shardwise.hardware.device import device_of
 from shardwise.hardware.prices import prices
+from shardwise.models.reference import Model
 from shardwise.plan import Plan
 from shardwise.planner.search.rent import Wish, most_cost, most_days, recommended, rentals
 from shardwise.planner.search.training_cost import TrainingCost
-from shardwise.sources import Source
 
 MODELS = (
     *("gpt2-124m", "gpt2-350m", "smollm2-360m", "gpt-1.3b", "llama-3.2-1b"),
@@ -37,7 +37,7 @@ def wishes(every: list[TrainingCost]) -> dict[str, Wish]:
 
 
 def check(model: str) -> list[list[str]]:
-    spec_for = Source(model).spec_for
+    spec_for = Model(model).spec_for
     devices = {device_of(kind): price for kind, price in prices().items()}
     every = rentals(
         spec_for, devices=devices, wish=Wish(plan=Plan(precision="bf16"), num_tokens=NUM_TOKENS), looks=None

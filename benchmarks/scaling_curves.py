@@ -18,12 +18,12 @@ from published_rows import own_model
 
 from shardwise.hardware import Cluster, cluster_of
 from shardwise.hardware.software import software_of
+from shardwise.models.reference import Model
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.planner.time import straggler
 from shardwise.planner.time.collective import rings_of
 from shardwise.planner.time.step_time import estimate_time
-from shardwise.sources import Source
 
 _TORCH = Plan(strategy="fsdp", engine="torch", precision="bf16")
 _MPT = replace(_TORCH, reduce_dtype="bf16", accumulate_reduced=True)
@@ -59,7 +59,7 @@ class Curve:
             cluster = cluster_of(point.cluster)
             device = replace(cluster.device, software=software_of(self.software), matmul_precision=self.matmul)
             cluster = replace(cluster, device=device)
-            time = estimate_time(Source(self.model).spec_for(point.plan), plan=point.plan, cluster=cluster)
+            time = estimate_time(Model(self.model).spec_for(point.plan), plan=point.plan, cluster=cluster)
             assert time is not None
             samples = time.samples_per_s * time.step_seconds / cluster.num_ranks
             found.append((time.step_seconds - time.straggler_seconds, samples, cluster, point.plan))

@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwise.models.catalogue import shape_of
 from shardwise.models.shapes import GPTShape, LlamaShape
-from shardwise.tasks import cross_entropy, token_task
+from shardwise.models.tasks import cross_entropy, token_task
 
 Row = dict[str, Any]
 _RESHARDS = {"fsdp": True, "shard_grad_op": False}

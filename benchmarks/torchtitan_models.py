@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from shardwise.models.catalogue import shape_of
 from shardwise.models.llama import Attention, Llama, RotaryPositions
 from shardwise.models.shapes import LlamaShape
-from shardwise.tasks import Task, cross_entropy, token_task
+from shardwise.models.tasks import Task, cross_entropy, token_task
 
 _PRODUCT = torch.ops.aten.mm.default
 _ATTENTIONS = (

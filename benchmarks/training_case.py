@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.engines import capture, prepare
 from shardwise.models.catalogue import shape_of
+from shardwise.models.tasks import Task, load_task
 from shardwise.plan import Plan
 from shardwise.spec import ROOT
-from shardwise.tasks import Task, load_task
 from shardwise.units import unit_modules
 
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from shardwise.models.catalogue import shape_of
-from shardwise.tasks import Task, token_task
+from shardwise.models.tasks import Task, token_task
 
 
 def smollm2_135m_of_1_block(seq: int) -> Task:

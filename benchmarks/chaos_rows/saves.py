@@ -20,8 +20,8 @@ from training import line
 
 import shardwise
 from shardwise.checkpoint import CheckpointError, Checkpoints, open_checkpoint
+from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
-from shardwise.tasks import cross_entropy
 
 FSDP = Plan(strategy="fsdp")
 Weights = dict[str, Tensor]

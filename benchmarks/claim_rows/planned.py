@@ -4,19 +4,19 @@ from dataclasses import replace
 from functools import cache
 
 from shardwise.hardware import cluster_of
+from shardwise.models.reference import Model
 from shardwise.plan import Plan
 from shardwise.planner.memory.peak import job_of
 from shardwise.planner.search.candidates import Candidate, candidates, cost, largest_batch
 from shardwise.planner.search.recommend import recommend
-from shardwise.sources import Source
 from shardwise.spec import ModelSpec
 
 OPTIMIZER = "adamw"
 
 
 @cache
-def source_of(model: str) -> Source:
-    return Source(model)
+def source_of(model: str) -> Model:
+    return Model(model)
 
 
 def planned(

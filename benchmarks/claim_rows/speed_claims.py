@@ -9,11 +9,11 @@ from claim_rows.planned import OPTIMIZER, planned, recommended, samples_per_s, s
 
 from shardwise.hardware import cluster_of
 from shardwise.models.catalogue import shape_of
+from shardwise.models.specs.states_only import states_only
 from shardwise.plan import Plan
 from shardwise.planner.search.candidates import cost
 from shardwise.planner.search.recommend import PAIR_BAND
 from shardwise.program import Kind, build
-from shardwise.sources import states_only
 
 _COLLECTIVES = (Kind.GATHER, Kind.REDUCE)
 

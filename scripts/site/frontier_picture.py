@@ -12,11 +12,11 @@ from line_chart import HEIGHT, LEFT, Chart, legend
 from pictures import FOLDER, svg, text
 
 from shardwise.hardware import cluster_of
+from shardwise.models.reference import Model
 from shardwise.plan import Plan
 from shardwise.planner.search.candidates import Candidate
 from shardwise.planner.search.frontier import FrontierPoint, frontier
 from shardwise.planner.search.request import AutoRequest
-from shardwise.sources import Source
 
 MODEL, CLUSTER, NUM_BUDGETS = "llama-3.1-8b", "8x8xh100-80gb", 20
 # Each is readable on a light and on a dark page.
@@ -36,7 +36,7 @@ FrontierLine = list[tuple[float, float]]
 
 def points() -> list[FrontierPoint]:
     request = AutoRequest(plan=Plan(precision="bf16"), cluster=cluster_of(CLUSTER))
-    return frontier(Source(MODEL).spec_for, request=request, num_budgets=NUM_BUDGETS)
+    return frontier(Model(MODEL).spec_for, request=request, num_budgets=NUM_BUDGETS)
 
 
 def lines(found: Sequence[FrontierPoint]) -> dict[str, FrontierLine]:

@@ -38,19 +38,19 @@ if TYPE_CHECKING:
     from shardwise.engines import whole as whole
     from shardwise.errors import ShardwiseError as ShardwiseError
     from shardwise.integrations.lean_causal_loss import lean_loss as lean_loss
+    from shardwise.models.tasks import Task as Task
+    from shardwise.models.tasks.load_task import load_task as load_task
+    from shardwise.models.weights.pretrained import from_pretrained as from_pretrained
+    from shardwise.models.weights.pretrained import save_pretrained as save_pretrained
     from shardwise.plan import Plan as Plan
     from shardwise.plan.mesh import Mesh as Mesh
     from shardwise.plan.placement import STRATEGIES as STRATEGIES
     from shardwise.plan.placement import Placement as Placement
-    from shardwise.pretrained.pretrained import from_pretrained as from_pretrained
-    from shardwise.pretrained.pretrained import save_pretrained as save_pretrained
     from shardwise.recovery.protect import protect as protect
     from shardwise.report.predictions import predict as predict
     from shardwise.spec import ModelSpec as ModelSpec
     from shardwise.spec import TensorSpec as TensorSpec
     from shardwise.spec import UnitSpec as UnitSpec
-    from shardwise.tasks import Task as Task
-    from shardwise.tasks.load_task import load_task as load_task
     from shardwise.train.automatic import smaller_plan as smaller_plan
     from shardwise.train.training_step import step as step
     from shardwise.units import model_spec as model_spec

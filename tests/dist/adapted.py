@@ -7,7 +7,7 @@ import torch
 from cases import Batch
 from torch import Tensor, nn
 
-from shardwise.tasks import cross_entropy
+from shardwise.models.tasks import cross_entropy
 
 WIDTH = 64
 RANK = 4

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.tasks import Task
+from shardwise.models.tasks import Task
 
 BATCH = 4
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from wrong import WIDTH, Blocks
 
-from shardwise.tasks import Task
+from shardwise.models.tasks import Task
 
 
 class Samples(Dataset[Tensor]):

@@ -12,8 +12,8 @@ from live import LiveTensors, Silent
 
 from shardwise.comm.absent import leave_out_reduce
 from shardwise.engines import accumulate, prepare
+from shardwise.models.tasks import Task
 from shardwise.plan import Plan
-from shardwise.tasks import Task
 
 NUM_STEPS = 3
 

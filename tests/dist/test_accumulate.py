@@ -15,10 +15,10 @@ from whole import in_turn, strategies, whole
 
 import shardwise
 from shardwise.engine.engine import engine_of, tape
+from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES
 from shardwise.program import Kind, build
-from shardwise.tasks import cross_entropy
 
 PASSES = 3
 GPT = Case(make=MODELS["gpt"], optimizer=adamw, num_steps=3)

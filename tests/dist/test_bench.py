@@ -21,7 +21,7 @@ from shardwise.bench.worker import run_rank
 from shardwise.cli.app import main
 from shardwise.engine.core.bucket import ReduceBucket
 from shardwise.engine.core.unit import Unit
-from shardwise.tasks import Task, load_task
+from shardwise.models.tasks import Task, load_task
 
 OPTIONS = ("--ranks", "2", "--rounds", "1", "--steps", "2", "--warm-up", "3")
 
@@ -182,7 +182,7 @@ def planted(rank: int, data: dict[str, Any]) -> Found:
             return run_rank(replace(run, detailed=False))
     if plan.strategy == "zero2":
         run = replace(run, config=replace(run.config, plan=replace(plan, precision="native")))
-        with mock.patch("shardwise.train.setup.load_task", task_in_float64):
+        with mock.patch("shardwise.models.tasks.load_task", task_in_float64):
             return run_rank(run)
     return run_rank(run)
 

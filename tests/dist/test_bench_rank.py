@@ -19,6 +19,7 @@ from shardwise.bench.contestants import ENGINES, plan_for
 from shardwise.bench.run_files import ASKED, BenchRun, Found
 from shardwise.bench.worker import run_rank
 from shardwise.launch.launch import launch
+from shardwise.models.reference import Model
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import SHARDED, placement_of
@@ -27,7 +28,6 @@ from shardwise.planner.traffic import sent_bytes
 from shardwise.profile.compare import predict
 from shardwise.profile.rehearsal import Rehearsal
 from shardwise.program import build
-from shardwise.sources import Source
 from shardwise.train.config import TrainConfig
 
 preload("accelerate", "lightning.pytorch")
@@ -105,8 +105,8 @@ def test_every_engine_does_the_same_training(engine: str, strategy: str) -> None
 
 
 @cache
-def source() -> Source:
-    return Source(MODEL, seq=SEQ, kernels="cpu")
+def source() -> Model:
+    return Model(MODEL, seq=SEQ, kernels="cpu")
 
 
 def planned(strategy: str) -> Plan:

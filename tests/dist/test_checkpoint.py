@@ -22,9 +22,9 @@ from training import line, make_collectives
 import shardwise
 from shardwise.checkpoint import CheckpointReader, Checkpoints, open_checkpoint
 from shardwise.models.shapes import GPTShape
+from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
-from shardwise.tasks import cross_entropy
 
 FSDP = Plan(strategy="fsdp")
 

@@ -15,8 +15,8 @@ from training import make_collectives
 from whole import whole
 
 import shardwise
+from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
-from shardwise.tasks import cross_entropy
 
 
 def compiled(rank: int, strategy: str, backend: str, form: str, when: str) -> None:

@@ -15,9 +15,9 @@ import shardwise
 from shardwise.checkpoint import Checkpoints, open_checkpoint
 from shardwise.engine.engine import engine_of, tape
 from shardwise.engine.prepared.inventory import held_bytes
+from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES
-from shardwise.tasks import cross_entropy
 
 DECAY = 0.75
 PLANS = [Plan(strategy=strategy) for strategy in STRATEGIES]

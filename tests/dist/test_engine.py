@@ -21,8 +21,8 @@ from shardwise.engine.prepared.full_state import full_state_dict, load_full_stat
 from shardwise.engine.protocol import find_engine
 from shardwise.engines import prepare
 from shardwise.models.make import build_model
+from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
-from shardwise.tasks import cross_entropy
 
 
 @pytest.mark.parametrize("strategy", strategies("zero1", "fsdp"))

@@ -14,9 +14,9 @@ from whole import whole
 import shardwise
 from shardwise.comm.agreement import RanksMissing
 from shardwise.engine.engine import engine_of
+from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
-from shardwise.tasks import cross_entropy
 
 NUM_BATCHES = (1, 4)
 PLANS = {

@@ -63,14 +63,14 @@ def losses(folder: Path) -> list[float]:
 
 
 def samples_of(config: TrainConfig, *, model: Any) -> list[Any]:
-    from shardwise.tasks.transformers_task import task_of_model, with_data
+    from shardwise.models.tasks.transformers_task import task_of_model, with_data
 
     task = with_data(task_of_model(model, seq=16), config.task.dataset, seq=16, vocab_size=260)
     return [task.dataset[index] for index in range(len(task.dataset))]  # type: ignore[arg-type,index]
 
 
 def first_loss_of_the_folder(config: TrainConfig, *, model: Any = None) -> float:
-    from shardwise.tasks.transformers_task import cross_entropy_of_logits
+    from shardwise.models.tasks.transformers_task import cross_entropy_of_logits
 
     if model is None:
         model = transformers.AutoModelForCausalLM.from_pretrained(config.task.model.removeprefix("hf:"))
@@ -130,12 +130,11 @@ def test_a_resumed_training_of_adapters_is_the_whole_one(folder: Path) -> None:
 @needs_peft
 def test_targets_that_no_module_has_are_refused(folder: Path) -> None:
     from shardwise.errors import InvalidModel
-    from shardwise.pretrained.fine_tune import Adapters, checkpoint_task
+    from shardwise.models.adaptation import Adaptation
+    from shardwise.models.weights.fine_tune import checkpoint_task
 
     with pytest.raises(InvalidModel, match="task.lora_targets: .*qproj"):
-        checkpoint_task(
-            str(folder / "base"), dataset=None, seq=8, adapters=Adapters(rank=2, alpha=4, targets=("qproj",))
-        )
+        checkpoint_task(str(folder / "base"), dataset=None, seq=8, adaptation=Adaptation(rank=2, targets=("qproj",)))
 
 
 def through_nf4(folder: Path) -> Any:

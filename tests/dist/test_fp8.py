@@ -18,11 +18,11 @@ from shardwise.engine.fp8.linear import Fp8Linear
 from shardwise.errors import ShardwiseError
 from shardwise.integrations.asked_plan import asked_plan
 from shardwise.models.shapes import GPTShape, LlamaShape
+from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import STRATEGIES
 from shardwise.program import Kind
-from shardwise.tasks import cross_entropy
 
 SHAPES = {
     "gpt": GPTShape(num_layers=3, width=32, num_heads=4, vocab_size=31, max_seq=8, vocab_multiple=1),

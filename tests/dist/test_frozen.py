@@ -17,12 +17,12 @@ from shardwise.checkpoint import Checkpoints
 from shardwise.engine.core.tape import TapeEntry
 from shardwise.engine.engine import engine_of, tape
 from shardwise.engine.prepared.inventory import held_bytes
+from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
 from shardwise.plan.placement import SHARDED, STRATEGIES, placement_of
 from shardwise.planner.memory.peak import job_of
 from shardwise.planner.traffic import sent_bytes
 from shardwise.program import Kind, Operation, build
-from shardwise.tasks import cross_entropy
 
 PLANS = [Plan(strategy=strategy, units="class:AdaptedBlock") for strategy in STRATEGIES]
 

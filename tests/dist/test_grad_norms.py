@@ -13,9 +13,9 @@ from whole import strategies, whole
 
 import shardwise
 from shardwise.integrations.prepared_models import PreparedModels
+from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES
-from shardwise.tasks import cross_entropy
 
 preload("lightning.pytorch")
 

@@ -10,9 +10,9 @@ from shardwise.engine.prepared.inventory import held_bytes
 from shardwise.engines import prepare
 from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape
+from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
 from shardwise.plan.placement import SHARDED, STRATEGIES
-from shardwise.tasks import cross_entropy
 
 # Wide enough that padding is nothing.
 SHAPE = GPTShape(num_layers=3, width=256, num_heads=4, vocab_size=256, max_seq=8)

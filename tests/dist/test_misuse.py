@@ -27,9 +27,9 @@ from shardwise.engine.engine import engine_of
 from shardwise.engine.prepared.grad_norms import clip_grad_norm_
 from shardwise.engines import prepare
 from shardwise.errors import ShardwiseError
+from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
-from shardwise.tasks import cross_entropy
 
 
 def trained(strategy: str, rank: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from whole import strategies
 
 import shardwise
+from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import STRATEGIES
 from shardwise.program.naive import NaiveExecutor
-from shardwise.tasks import cross_entropy
 
 # The batches of each step; those of the second one are added up.
 STEPS = ([0], [1, 5], [2], [3])

@@ -17,7 +17,7 @@ from whole import whole
 
 from reliability.said import say
 from shardwise.errors import ShardwiseError
-from shardwise.tasks import Task
+from shardwise.models.tasks import Task
 from shardwise.train.config import TrainConfig
 from shardwise.train.nonfinite import find_first_nonfinite
 from shardwise.train.rank_run import train

@@ -15,8 +15,8 @@ import shardwise
 from shardwise.engine.engine import engine_of
 from shardwise.engine.optimizer import streamed_update
 from shardwise.engine.prepared.inventory import held_bytes, held_tensors
+from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
-from shardwise.tasks import cross_entropy
 
 SHARDED = ["zero2", "shard_grad_op", "fsdp"]
 UPDATES = ["device", "host"]

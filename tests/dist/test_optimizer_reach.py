@@ -52,7 +52,7 @@ def blocks_state(rank: int, strategy: str, state: Any = None) -> Any:
         shardwise.load_full_state_dict(model, optimizer, state)
         assert_same(shardwise.full_state_dict(model, optimizer), state)
     for step in range(2):
-        shardwise.tasks.cross_entropy(model, batch(step, rank)).backward()
+        shardwise.models.tasks.cross_entropy(model, batch(step, rank)).backward()
         optimizer.step()
         optimizer.zero_grad()
     return shardwise.full_state_dict(model, optimizer)

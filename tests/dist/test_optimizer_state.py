@@ -17,8 +17,8 @@ from shardwise.engine.engine import engine_of
 from shardwise.engine.prepared.full_state import check_order
 from shardwise.engine.protocol import require_engine
 from shardwise.errors import InvalidData
+from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
-from shardwise.tasks import cross_entropy
 
 STRATEGIES = ["ddp", "zero1", "zero2", "shard_grad_op", "fsdp"]
 State = dict[str, Any]

@@ -21,9 +21,9 @@ from shardwise.comm.agreement import exchange
 from shardwise.engine.engine import engine_of
 from shardwise.engine.prepared.inventory import held_bytes
 from shardwise.engines import prepare
+from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
-from shardwise.tasks import cross_entropy
 
 SLICED = ["zero1", "zero2", "fsdp"]
 

@@ -15,8 +15,8 @@ from whole import whole
 
 import shardwise
 from shardwise.engine.engine import engine_of
+from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
-from shardwise.tasks import cross_entropy
 
 NUM_STEPS = 5
 PLANTED_STEP = 2

@@ -18,9 +18,9 @@ from whole import whole
 import shardwise
 from shardwise.comm.collectives import BackendCollectives
 from shardwise.engine.engine import engine_of
+from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
-from shardwise.tasks import cross_entropy
 
 # A block of the GPT has 17 kB of gradients in fp32, the root 4 kB.
 PIECE_BYTES = 3000

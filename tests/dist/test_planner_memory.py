@@ -15,6 +15,8 @@ from shardwise.comm.absent import absent_group
 from shardwise.engine.activations.tiled import tile_modules
 from shardwise.engines import prepare
 from shardwise.models.shapes import GPTShape, LlamaShape, ResNetShape, Shape, ViTShape
+from shardwise.models.specs.traced import trace_task
+from shardwise.models.tasks import Task, image_task, token_task
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.patterns import Patterns
@@ -23,8 +25,6 @@ from shardwise.planner import MemoryEstimate, estimate
 from shardwise.planner.ways import fp8_traces, traced_ways
 from shardwise.program.fp8_layers import fp8_weight_names
 from shardwise.spec import ModelSpec
-from shardwise.tasks import Task, image_task, token_task
-from shardwise.trace import trace_task
 from shardwise.trace.observe import Way
 from shardwise.trace.trace import trace_model
 from shardwise.units import model_spec

@@ -16,11 +16,11 @@ from whole import whole
 from shardwise.comm.absent import AbsentCollectives, absent_group
 from shardwise.engines import prepare
 from shardwise.models.muon import MuonWithAdamW, split_off_matrices
+from shardwise.models.reference import Model
+from shardwise.models.tasks import Task, load_task
 from shardwise.plan import Plan
 from shardwise.planner import MemoryEstimate, estimate
 from shardwise.planner.memory.peak import job_of
-from shardwise.sources import Source
-from shardwise.tasks import Task, load_task
 from shardwise.units import model_spec
 
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
@@ -76,7 +76,7 @@ def measured(rank: int, name: str, plans: list[Plan], batch: int) -> list[tuple[
 
 
 def predicted(name: str, plan: Plan, *, batch: int) -> MemoryEstimate:
-    spec = spec_of(name, "fp32", "none") if name in SHAPES else Source(name, seq=16, kernels="cpu").spec_for(plan)
+    spec = spec_of(name, "fp32", "none") if name in SHAPES else Model(name, seq=16, kernels="cpu").spec_for(plan)
     return estimate(spec, plan=plan, num_ranks=2, batch=batch, optimizer="muon-loop", device="cpu")
 
 

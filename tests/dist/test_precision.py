@@ -14,9 +14,9 @@ from whole import strategies, whole
 
 import shardwise
 from shardwise.engine.engine import engine_of
+from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES
-from shardwise.tasks import cross_entropy
 
 
 @pytest.mark.parametrize(("model", "precision"), [("gpt", "bf16"), ("gpt", "fp16"), *whole(("resnet", "bf16"))])

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 from whole import strategies
 
+from shardwise.models.reference import Model
 from shardwise.plan import Plan
 from shardwise.profile.compare import Profile, predict
 from shardwise.profile.memory_ledger import LedgerEntry
 from shardwise.profile.rehearsal import Rehearsal
 from shardwise.profile.rehearsal_process import rehearse
 from shardwise.program import build
-from shardwise.sources import Source
 
 MODEL, SEQ = "gpt-tiny", 16
 # What the engine itself allocates; activations are the kernels' business.
@@ -21,7 +21,7 @@ KNOWN = ("params", "gathered", "grads", "reduce", "optim")
 DEEP = """
 from torch import nn
 import torch
-from shardwise.tasks import Task
+from shardwise.models.tasks import Task
 
 class Block(nn.Module):
     def __init__(self):
@@ -50,8 +50,8 @@ def task():
 
 
 @cache
-def source(model: str = MODEL, seq: int | None = SEQ) -> Source:
-    return Source(model, seq=seq, kernels="cpu")
+def source(model: str = MODEL, seq: int | None = SEQ) -> Model:
+    return Model(model, seq=seq, kernels="cpu")
 
 
 def profiled(strategy: str, *, num_ranks: int, engine: str = "shardwise") -> Profile:
@@ -130,7 +130,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from shardwise.tasks import Task
+from shardwise.models.tasks import Task
 
 @dataclass
 class Output:

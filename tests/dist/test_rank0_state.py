@@ -10,8 +10,8 @@ from whole import whole
 import shardwise
 from shardwise.engine.engine import engine_of
 from shardwise.models.shapes import GPTShape
+from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
-from shardwise.tasks import cross_entropy
 
 SHAPE = GPTShape(num_layers=8, width=64, num_heads=2, vocab_size=64, max_seq=8)
 

@@ -16,8 +16,8 @@ from training import make_collectives
 from whole import strategies
 
 from shardwise.engines import prepare
+from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
-from shardwise.tasks import cross_entropy
 
 MODES = ("none", "full", "selective")
 # Selective learns in the first what it need not keep; the second runs by the program.

@@ -15,9 +15,9 @@ from shardwise.comm.collectives import BackendCollectives, Collectives, Work
 from shardwise.comm.groups import Group
 from shardwise.engine.engine import engine_of
 from shardwise.engines import prepare
+from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
-from shardwise.tasks import cross_entropy
 
 MESH = Mesh(replicate=2, shard=2)
 # Of the model "gpt": the three blocks and the root.

@@ -21,11 +21,11 @@ from shardwise.checkpoint import Checkpoints
 from shardwise.engine.engine import engine_of, tape
 from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape
+from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import STRATEGIES
 from shardwise.program import Kind, build
-from shardwise.tasks import cross_entropy
 
 CASES = {
     "gpt": (MODELS["gpt"], cross_entropy),

@@ -14,11 +14,11 @@ from shardwise.comm.collectives import BackendCollectives
 from shardwise.engine.core.tape import TapeEntry
 from shardwise.engine.engine import engine_of, tape
 from shardwise.engines import prepare
+from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import STRATEGIES
 from shardwise.program import Kind, StepProgram, build, build_first_step
-from shardwise.tasks import cross_entropy
 
 
 def compare_with_program(rank: int, model_name: str, plans: list[Plan]) -> int:

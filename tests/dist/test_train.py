@@ -18,8 +18,8 @@ from whole import in_turn, whole
 
 from reliability.said import say
 from shardwise.errors import ShardwiseError
+from shardwise.models.tasks import Task
 from shardwise.plan import Plan
-from shardwise.tasks import Task
 from shardwise.train.batches import Sharing
 from shardwise.train.config import TrainConfig
 from shardwise.train.evaluation import evaluate

@@ -12,7 +12,7 @@ from torch import Tensor
 import shardwise
 from shardwise import Plan
 from shardwise.errors import InvalidData, InvalidModel
-from shardwise.tasks import cross_entropy
+from shardwise.models.tasks import cross_entropy
 
 NUM_STEPS = 3
 # Of a gradient whose norm is larger, so that it is clipped.

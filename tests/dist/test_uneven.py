@@ -14,8 +14,8 @@ from whole import in_turn, strategies, whole
 
 import shardwise
 from shardwise.errors import ShardwiseError
+from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
-from shardwise.tasks import cross_entropy
 
 NUM_RANKS = 3
 

@@ -12,8 +12,8 @@ from training import Case, assert_equal, make_collectives, on_ranks, one_process
 
 import shardwise
 from shardwise.engine.engine import engine_of
+from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
-from shardwise.tasks import cross_entropy
 
 GPT = Case(make=MODELS["gpt"], optimizer=adamw, num_steps=4)
 PLANS = {

@@ -13,8 +13,8 @@ from training import line, make_collectives
 import shardwise
 from shardwise.comm.agreement import RanksMissing
 from shardwise.engine.engine import engine_of
+from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
-from shardwise.tasks import cross_entropy
 
 PLANS = [
     Plan(strategy="ddp"),

@@ -15,9 +15,9 @@ from whole import strategies, whole
 
 import shardwise
 from shardwise.comm.agreement import RanksDisagree
+from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES
-from shardwise.tasks import cross_entropy
 
 PLANS = [Plan(strategy=strategy) for strategy in STRATEGIES]
 IN_BF16 = {strategy: Plan(strategy=strategy, precision="bf16") for strategy in STRATEGIES}

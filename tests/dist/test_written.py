@@ -14,8 +14,8 @@ from training import line, make_collectives
 from whole import in_turn, whole
 
 import shardwise
+from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
-from shardwise.tasks import cross_entropy
 
 REPLICATED = ["ddp", "zero1", "zero2"]
 IN_SLICES = ["zero1", "zero2"]

@@ -16,7 +16,7 @@ from shardwise.checkpoint import Checkpoints, open_checkpoint
 from shardwise.data.sampler import DistributedSampler
 from shardwise.models.catalogue import CATALOGUE
 from shardwise.models.shapes import GPTShape, ViTShape
-from shardwise.tasks import Task, image_task, token_task
+from shardwise.models.tasks import Task, image_task, token_task
 from shardwise.train.config import TrainConfig
 from shardwise.train.metrics import StepMetrics
 from shardwise.train.rank_run import Outcome, train

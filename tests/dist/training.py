@@ -18,8 +18,8 @@ from shardwise.engine.engine import engine_of
 from shardwise.engine.prepared.grad_norms import clip_grad_norm_
 from shardwise.engines import prepare
 from shardwise.errors import ShardwiseError
+from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
-from shardwise.tasks import cross_entropy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

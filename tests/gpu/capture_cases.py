@@ -19,7 +19,7 @@ import shardwise
 from shardwise import Plan
 from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape
-from shardwise.tasks import cross_entropy
+from shardwise.models.tasks import cross_entropy
 
 # cuBLAS adds up in another order with every workspace; read when CUDA is used first.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -28,7 +28,7 @@ import shardwise
 from shardwise import Plan
 from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape
-from shardwise.tasks import cross_entropy
+from shardwise.models.tasks import cross_entropy
 
 SHAPE = GPTShape(num_layers=3, width=96, num_heads=3, vocab_size=128, max_seq=32)
 NUM_STEPS = 5

@@ -12,8 +12,8 @@ from shardwise import Plan
 from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape
+from shardwise.models.tasks import cross_entropy
 from shardwise.plan.placement import STRATEGIES
-from shardwise.tasks import cross_entropy
 
 pytestmark = [
     pytest.mark.gpu,

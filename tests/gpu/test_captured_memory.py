@@ -13,7 +13,7 @@ from shardwise import Plan
 from shardwise.engine.engine import engine_of
 from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape
-from shardwise.tasks import cross_entropy
+from shardwise.models.tasks import cross_entropy
 
 pytestmark = [
     pytest.mark.gpu,

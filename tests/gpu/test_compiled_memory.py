@@ -9,9 +9,9 @@ import torch
 import shardwise
 from shardwise import Plan
 from shardwise.models.shapes import LlamaShape
+from shardwise.models.specs.traced import trace_task
+from shardwise.models.tasks import token_task
 from shardwise.planner.memory.peak import estimate
-from shardwise.tasks import token_task
-from shardwise.trace import trace_task
 
 pytestmark = [
     pytest.mark.gpu,

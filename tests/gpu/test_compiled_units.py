@@ -13,7 +13,7 @@ import shardwise
 from shardwise import Plan
 from shardwise.engine.captured.step_graphs import StepRecorder
 from shardwise.models.make import build_model
-from shardwise.tasks import cross_entropy
+from shardwise.models.tasks import cross_entropy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 REPLAYED = "capture: steps are replayed as CUDA graphs from here on"

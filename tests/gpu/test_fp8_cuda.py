@@ -13,7 +13,7 @@ from shardwise.engine.engine import engine_of
 from shardwise.engine.fp8.linear import RowwiseLinear, TensorwiseLinear
 from shardwise.models.make import build_model
 from shardwise.models.shapes import LlamaShape
-from shardwise.tasks import cross_entropy
+from shardwise.models.tasks import cross_entropy
 
 _HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not _HAS_FP8, reason="needs a CUDA device with fp8")]

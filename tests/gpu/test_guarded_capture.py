@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import shardwise
 from shardwise import Plan
+from shardwise.models.tasks import cross_entropy
 from shardwise.plan.placement import STRATEGIES
-from shardwise.tasks import cross_entropy
 
 pytestmark = [
     pytest.mark.gpu,

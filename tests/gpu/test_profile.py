@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardwise.models.reference import Model
 from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES
 from shardwise.profile.compare import Profile, predict
 from shardwise.profile.rehearsal import Rehearsal, rehearse_apart
-from shardwise.sources import Source
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -34,7 +34,7 @@ def test_the_ledgers_peak_is_torchs_and_was_predicted(strategy: str, num_ranks: 
     # The counter has blocks as they were cut, the ledger what was asked for.
     assert measured.ledger.peak.total_bytes <= measured.counted_bytes <= measured.reserved_bytes
     assert measured.counted_bytes < 1.03 * measured.ledger.peak.total_bytes
-    predicted = predict(asked, spec_for=Source(MODEL, seq=256).spec_for)
+    predicted = predict(asked, spec_for=Model(MODEL, seq=256).spec_for)
     found = Profile(rehearsal=asked, predicted=predicted, measured=measured)
     assert abs(found.error) < 0.01
     assert [entry.at for entry in measured.ledger.entries] == [entry.at for entry in predicted.entries]

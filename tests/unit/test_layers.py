@@ -32,16 +32,11 @@ ROWS: list[set[str]] = [
     {"engine"},
     {"torch_engine"},
     {"engines"},
-    {"data", "models"},
-    {"tasks"},
-    # Above tasks: a trace runs a task's model and loss.
     {"trace"},
-    {"sources"},
-    {"checkpoint"},
+    # Checkpoints are of the package's own models, and the weights of other models come from checkpoints.
+    {"checkpoint", "data", "models"},
     # Below launch, which frees what a job has left in memory.
     {"recovery"},
-    # Below train, which trains checkpoint folders.
-    {"pretrained"},
     {"launch"},
     # Below train, which rehearses a step before it starts.
     {"profile"},
@@ -91,11 +86,11 @@ WITHOUT_TORCH = [
     "shardwise.report.perfetto",
     "shardwise.bench.tape_spans",
     "shardwise.report.text.ring_rounds",
-    "shardwise.sources",
+    "shardwise.models.reference",
     "shardwise.torch_internals.torch_private",
     "shardwise.spec",
-    "shardwise.spec.architecture",
-    "shardwise.spec.shipped",
+    "shardwise.models.specs.architecture",
+    "shardwise.models.specs.shipped",
     "shardwise.train.config",
     "shardwise.launch.failure",
     "shardwise.launch.folder_lock",

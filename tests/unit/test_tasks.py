@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import InvalidModel, UnknownName
-from shardwise.tasks import Task, load_task
+from shardwise.models.tasks import Task, load_task
 
 OWN = """
 import torch
@@ -132,7 +132,7 @@ def test_a_function_may_take_the_length_of_samples(tmp_path: Path) -> None:
     file.write_text(
         "import torch\n"
         "from torch import nn\n"
-        "from shardwise.tasks import Task\n"
+        "from shardwise.models.tasks import Task\n"
         "def task(seq=4):\n"
         "    return Task(model=nn.Linear(2, 1), loss=lambda model, batch: model(batch).sum(),\n"
         "                make_batch=lambda size: torch.ones(size, seq, 2))\n"

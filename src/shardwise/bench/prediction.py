@@ -11,6 +11,7 @@ from shardwise.hardware import Cluster, cluster_of
 from shardwise.hardware.cluster import make_cluster
 from shardwise.hardware.cluster_file import read_cluster_file
 from shardwise.hardware.device_file import device_like
+from shardwise.models.reference import Model
 from shardwise.plan import Plan
 from shardwise.planner.search.auto import solve_plan
 from shardwise.planner.search.candidates import candidates
@@ -18,7 +19,6 @@ from shardwise.planner.search.request import AutoRequest
 from shardwise.planner.search.scale import Scaled, scaling
 from shardwise.planner.time.step_time import estimate_time, timeline
 from shardwise.profile.compare import predict_memory
-from shardwise.sources import Source
 from shardwise.train.config import TrainConfig
 from shardwise.train.config_sections import OptimizerSection
 from shardwise.train.memory_advice import optimizer_rule
@@ -34,7 +34,7 @@ class Forecast:
     It raises a ShardwiseError for a model that cannot be traced or an optimizer that the planner does not know.
     """
 
-    source: Source
+    model: Model
     cluster: Cluster
     device: str
     section: OptimizerSection
@@ -47,7 +47,7 @@ class Forecast:
     def of(self, plan: Plan) -> PredictedCase:
         """Predict a case. Its time is None if the device's speed or links are unknown (step_time.why_not_timed)."""
         assert plan.micro_batch is not None
-        spec, cluster, optimizer = self.source.spec_for(plan), self.cluster, self.optimizer
+        spec, cluster, optimizer = self.model.spec_for(plan), self.cluster, self.optimizer
         batch, device, clips = plan.micro_batch, self.device, self.clips
         found = predict_memory(
             spec, plan=plan, num_ranks=cluster.num_ranks, batch=batch, optimizer=optimizer, device=device
@@ -66,7 +66,7 @@ class Forecast:
     def solved(self, plan: Plan) -> Plan:
         """Return the auto plan for the same batch, so that it does the same training as the other cases."""
         request = AutoRequest(plan=plan, cluster=self.cluster, optimizer=self.optimizer)
-        return solve_plan(self.source.spec_for, request=request).candidate.plan
+        return solve_plan(self.model.spec_for, request=request).candidate.plan
 
     def scaled(self, plan: Plan, *, strategies: Sequence[str]) -> list[Scaled]:
         """Predict the same training on more devices; empty if step times or links between nodes are unknown."""
@@ -74,7 +74,7 @@ class Forecast:
         if self.cluster.fabric is None and self.cluster.device.nic is None:
             return []
         found = candidates(
-            self.source.spec_for,
+            self.model.spec_for,
             plan=plan,
             strategies=strategies,
             cluster=self.cluster,
@@ -83,14 +83,15 @@ class Forecast:
         )
         if found[0].time is None:
             return []
-        return scaling(self.source.spec_for, plan=plan, found=found, cluster=self.cluster, optimizer=self.optimizer)
+        return scaling(self.model.spec_for, plan=plan, found=found, cluster=self.cluster, optimizer=self.optimizer)
 
 
 def forecast_of(config: TrainConfig, *, cluster: Cluster, device: str) -> Forecast:
     """Load the model, or raise an error about its name. It is traced for the first prediction."""
-    source = Source(config.task.model, seq=config.task.seq, image=config.task.image, kernels=device)
+    model = config.task.named(kernels=device)
+    model.spec_for()
     clips = config.train.clip_norm > 0
-    return Forecast(source=source, cluster=cluster, device=device, section=config.optimizer, clips=clips)
+    return Forecast(model=model, cluster=cluster, device=device, section=config.optimizer, clips=clips)
 
 
 def cluster_here(*, num_ranks: int, device: str, title: str, cluster: str | None, devices: str | None) -> Cluster:

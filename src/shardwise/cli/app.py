@@ -2,38 +2,55 @@
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 
-from shardwise.cli.autopsy import autopsy
-from shardwise.cli.bench import bench
-from shardwise.cli.calibrate import calibrate
-from shardwise.cli.checkpoint import checkpoint
-from shardwise.cli.devices import devices
-from shardwise.cli.doctor import doctor
-from shardwise.cli.explain import explain
-from shardwise.cli.export import export, import_
-from shardwise.cli.help_pages import CommandGroups, GroupedOptions
-from shardwise.cli.models import models
-from shardwise.cli.plan import plan
-from shardwise.cli.profile import profile
-from shardwise.cli.rent import rent
-from shardwise.cli.report import report
-from shardwise.cli.tokens import tokens
-from shardwise.cli.train import train
+from shardwise.cli.help_pages import COMMANDS, CommandGroups, GroupedOptions
 from shardwise.errors import ShardwiseError
 from shardwise.vocabulary.printable import printable_lines
-from shardwise.vocabulary.tested_versions import installed_torch, untested_torch
 from shardwise.vocabulary.version import __version__
 
 # Former names of options; they still work, but --help does not show them.
 _FORMER_NAMES = {"--nproc": "--ranks", "--strategies": "--strategy"}
 
 
+class _CommandsByName(Mapping[str, Any]):
+    """The commands; each is imported when it is looked up, so that none pays for the imports of the others."""
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for group in COMMANDS.values() for name in group)
+
+    def __len__(self) -> int:
+        return sum(map(len, COMMANDS.values()))
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in list(self):
+            raise KeyError(name)
+        return _command(name)
+
+
+@cache
+def _command(name: str) -> Any:
+    module = import_module(f"shardwise.cli.{'export' if name == 'import' else name}")
+    found = getattr(module, "import_" if name == "import" else name)
+    holder = typer.Typer(add_completion=False, rich_markup_mode=None, callback=lambda: None)
+    if isinstance(found, typer.Typer):
+        holder.add_typer(found, name=name)
+    else:
+        holder.command(name=name, cls=GroupedOptions)(found)
+    return typer.main.get_group(holder).commands[name]
+
+
 class _Commands(CommandGroups):
     """Accepts former names of options, and --debug after the command as well as before it."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.commands: Any = _CommandsByName()
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         parts = (argument.partition("=") for argument in args)
@@ -51,17 +68,12 @@ def _debug_first(arguments: list[str]) -> list[str]:
 app = typer.Typer(
     name="shardwise", cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
 )
-_COMMANDS: tuple[Callable[..., None], ...] = (
-    *(plan, rent, models, devices, calibrate, tokens, doctor, explain, export, import_, profile, train, bench, report),
-    autopsy,
-)
-for _command in _COMMANDS:
-    app.command(name=_command.__name__.rstrip("_"), cls=GroupedOptions)(_command)
-app.add_typer(checkpoint, name="checkpoint")
 
 
 def _print_version(asked: bool) -> None:
     if asked:
+        from shardwise.vocabulary.tested_versions import installed_torch, untested_torch
+
         print(f"shardwise {__version__}")
         line = untested_torch(installed_torch())
         if line:

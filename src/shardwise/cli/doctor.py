@@ -54,14 +54,14 @@ def doctor(
     if model and is_known:
         from shardwise.hardware.cluster import parse_cluster
         from shardwise.interchange.predicted import predict
+        from shardwise.models.reference import Model
         from shardwise.report.text.fp8_table import fp8_lines
-        from shardwise.sources import Source
         from shardwise.vocabulary.quantities import bytes_text
 
-        source = Source(model, seq=seq)
-        for line in fp8_lines(source.spec_for(setup.planned), plan=setup.planned):
+        spec_for = Model(model, seq=seq).spec_for
+        for line in fp8_lines(spec_for(setup.planned), plan=setup.planned):
             print(line)
-        found, more = predict(setup, source.spec_for, cluster=parse_cluster(cluster), micro_batch=micro_batch)
+        found, more = predict(setup, spec_for, cluster=parse_cluster(cluster), micro_batch=micro_batch)
         findings += more
         time = f", {found.time.samples_per_s:,.0f} samples per second" if found.time is not None else ""
         needs = bytes_text(found.memory.device_bytes)

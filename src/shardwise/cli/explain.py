@@ -71,21 +71,15 @@ def _explain_file(path: str, *, model: str | None, ranks: int, as_json: bool) ->
 
 
 def _spec(model: str | None, *, plan: "Plan") -> "ModelSpec":
-    from shardwise.models.catalogue import shape_of
+    from shardwise.models.reference import Model
     from shardwise.report.text.step_picture import picture_model
-    from shardwise.sources import Source
-    from shardwise.spec.shipped import ready_spec
 
     if model is None and plan.units != AUTO_UNITS:
         raise InvalidPlan(f"units = {plan.units!r}: name the model that is cut with --model")
     if model is None:
         return picture_model()
-    shape_of(model)  # Raises an error that suggests similar names.
-    if plan.units != AUTO_UNITS:
-        return Source(model, while_tracing=lambda name: status_line(f"Tracing {name} …")).spec_for(plan)
-    spec = ready_spec(model, ways=())
-    assert spec is not None
-    return spec
+    named = Model(model, while_tracing=lambda name: status_line(f"Tracing {name} …"))
+    return named.spec_for(plan) if plan.units != AUTO_UNITS else named.spec_for()
 
 
 def _show(drawn: "list[str] | dict[str, Any]") -> None:

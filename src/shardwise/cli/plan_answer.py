@@ -2,63 +2,46 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from shardwise.cli.strategies import strategies_for_engine, strategy_names
 from shardwise.errors import InvalidPlan
 from shardwise.hardware import Cluster
+from shardwise.models.reference import Model
 from shardwise.plan import Plan
 from shardwise.plan.limits import LIMITS
 from shardwise.plan.placement import AUTO, SHARDED, STRATEGIES
 from shardwise.planner.memory.states import needs_whole_matrices
-from shardwise.planner.search.auto import solve_plan
-from shardwise.planner.search.candidates import Candidate, candidates, cost
-from shardwise.planner.search.chosen_text import chosen_text
-from shardwise.planner.search.frontier import FrontierPoint, frontier
+from shardwise.planner.search.candidates import Candidate, SpecFor, candidates, cost
 from shardwise.planner.search.recommend import Reason, Recommendation, recommend
 from shardwise.planner.search.request import AutoRequest, NoPlanFits, with_budget
-from shardwise.planner.search.scale import Scaled, scaling
-from shardwise.planner.search.training_cost import TrainingCost, training_cost
-from shardwise.planner.search.way_out import ways_out
 from shardwise.planner.systems import OWN, System
 from shardwise.planner.time.fabric_range import needed_bytes_per_s
-from shardwise.planner.time.step_time import timeline
+from shardwise.planner.time.step_time import job_on, timeline
 from shardwise.report.text.verdict import no_fit, reasons
-from shardwise.spec import ModelSpec
 from shardwise.vocabulary.span import Span
 
+if TYPE_CHECKING:
+    from shardwise.planner.search.frontier import FrontierPoint
+    from shardwise.planner.search.scale import Scaled
+    from shardwise.planner.search.training_cost import TrainingCost
+
 _CLEARLY_FASTER = 0.95
-
-
-class PlannedModel(Protocol):
-    """What a question needs to know of its model: `Source` has it."""
-
-    @property
-    def reference(self) -> str: ...
-
-    @property
-    def loss(self) -> str: ...
-
-    @property
-    def has_other_loss(self) -> bool: ...
-
-    @property
-    def has_default_length(self) -> bool: ...
-
-    def spec_for(self, plan: Plan) -> ModelSpec: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanQuestion(AutoRequest):
     """The options of the command: the solver's request, and what else is to be shown.
 
+    spec_for      of the model; a caller may watch what is asked for
     system        the system that is predicted, if it is another one; `like`: what it has set, as a sentence
     strategy      a strategy, all of them, or auto: all of them and the solver's plan
     num_tokens, price_per_gpu_hour    of a complete training run, whose cost is then shown
     quick         without the allocator's model, the solver, and what is said about other plans
     """
 
-    source: PlannedModel
+    model: Model
+    spec_for: SpecFor
     strategy: str
     system: System = OWN
     like: str = ""
@@ -93,9 +76,9 @@ class PlanAnswer:
     captured: Candidate | None
     captured_units: Candidate | None
     compiled: Candidate | None
-    scaling: list[Scaled] | None
-    frontier: list[FrontierPoint] | None
-    training: list[TrainingCost] | None
+    scaling: "list[Scaled] | None"
+    frontier: "list[FrontierPoint] | None"
+    training: "list[TrainingCost] | None"
     spans: list[Span] | None
 
     def save(self, path: Path) -> None:
@@ -107,7 +90,7 @@ class PlanAnswer:
 def answer(question: PlanQuestion) -> PlanAnswer:
     strategies = _strategies(question)
     cluster = with_budget(question.cluster, budget_bytes=question.budget_bytes)
-    spec_for, optimizer = question.source.spec_for, question.optimizer
+    spec_for, optimizer = question.spec_for, question.optimizer
     found = candidates(
         spec_for,
         plan=question.plan,
@@ -126,6 +109,8 @@ def answer(question: PlanQuestion) -> PlanAnswer:
         chosen = recommend(found, goal=question.goal, spec_for=spec_for, optimizer=optimizer, quick=question.quick)
         why = reasons(chosen)
         if chosen.reason is Reason.NOTHING_FITS and not question.quick:
+            from shardwise.planner.search.way_out import ways_out
+
             ways = ways_out(spec_for, plan=question.plan, strategies=strategies, cluster=cluster, optimizer=optimizer)
             why = no_fit(ways, asked=question.plan, found=found)
     return PlanAnswer(
@@ -140,7 +125,7 @@ def answer(question: PlanQuestion) -> PlanAnswer:
         captured_units=_captured(question, chosen.best, capture="units"),
         compiled=_compiled(question, chosen.best),
         scaling=_scaling(question, found=found, cluster=cluster),
-        frontier=frontier(spec_for, request=question) if question.has_frontier else None,
+        frontier=_frontier(question),
         training=_training(question, found),
         spans=_spans(question, chosen.best),
     )
@@ -161,12 +146,15 @@ def _strategies(question: PlanQuestion) -> list[str]:
 
 def _with_auto(question: PlanQuestion, found: list[Candidate]) -> tuple[list[Candidate], Recommendation, str]:
     """Add the solver's plan as a row, and recommend it."""
+    from shardwise.planner.search.auto import solve_plan
+    from shardwise.planner.search.chosen_text import chosen_text
+
     try:
-        solved = solve_plan(question.source.spec_for, request=question)
+        solved = solve_plan(question.spec_for, request=question)
     except NoPlanFits as error:
         return found, Recommendation(index=None, reason=Reason.NOTHING_FITS), str(error)
     best = solved.candidate
-    names = [unit.name for unit in question.source.spec_for(best.plan).units]
+    names = [unit.name for unit in question.spec_for(best.plan).units]
     why = f"{chosen_text(best.plan, names=names)} ({solved.num_replays} plans were replayed)"
     reason = Reason.SMALLEST_PEAK if question.goal == "memory" else Reason.FASTEST
     return [*found, best], Recommendation(index=len(found), reason=reason, best=best), why
@@ -212,7 +200,7 @@ def _compiled(question: PlanQuestion, best: Candidate | None) -> Candidate | Non
 
 def _clearly_faster(question: PlanQuestion, plan: Plan, *, than: Candidate) -> Candidate | None:
     """Return the cost of the plan; None unless its steps are clearly shorter."""
-    spec = question.source.spec_for(plan)
+    spec = question.spec_for(plan)
     # The allocator's model takes most of the time, and does not change that of a step.
     quick = cost(spec, plan=plan, cluster=than.cluster, optimizer=question.optimizer, quick=True)
     if quick.time is None or than.time is None or quick.time.step_seconds >= _CLEARLY_FASTER * than.time.step_seconds:
@@ -223,30 +211,36 @@ def _clearly_faster(question: PlanQuestion, plan: Plan, *, than: Candidate) -> C
 def _needed(question: PlanQuestion, best: Candidate | None) -> float | None:
     if question.quick or best is None or best.time is None or best.cluster.num_nodes == 1:
         return None
-    return needed_bytes_per_s(
-        question.source.spec_for(best.plan),
-        plan=best.plan,
-        cluster=best.cluster,
-        optimizer=question.optimizer,
-        system=question.system,
-    )
+    spec, cluster = question.spec_for(best.plan), best.cluster
+    job = job_on(spec, plan=best.plan, cluster=cluster, optimizer=question.optimizer)
+    return needed_bytes_per_s(job, batch=best.batch, cluster=cluster, system=question.system)
 
 
-def _scaling(question: PlanQuestion, *, found: list[Candidate], cluster: Cluster) -> list[Scaled] | None:
+def _scaling(question: PlanQuestion, *, found: list[Candidate], cluster: Cluster) -> "list[Scaled] | None":
     if not question.scales:
         return None
+    from shardwise.planner.search.scale import scaling
+
     fixed = [one for one in found if not one.label]
-    return scaling(
-        question.source.spec_for, plan=question.plan, found=fixed, cluster=cluster, optimizer=question.optimizer
-    )
+    return scaling(question.spec_for, plan=question.plan, found=fixed, cluster=cluster, optimizer=question.optimizer)
 
 
-def _training(question: PlanQuestion, found: list[Candidate]) -> list[TrainingCost] | None:
+def _frontier(question: PlanQuestion) -> "list[FrontierPoint] | None":
+    if not question.has_frontier:
+        return None
+    from shardwise.planner.search.frontier import frontier
+
+    return frontier(question.spec_for, request=question)
+
+
+def _training(question: PlanQuestion, found: list[Candidate]) -> "list[TrainingCost] | None":
     """Return the cost of the training run under each plan that fits."""
     if question.num_tokens is None:
         if question.price_per_gpu_hour is not None:
             raise InvalidPlan("--price needs --tokens: how long the training is")
         return None
+    from shardwise.planner.search.training_cost import training_cost
+
     rows = [
         training_cost(one, num_tokens=question.num_tokens, price_per_gpu_hour=question.price_per_gpu_hour)
         for one in found
@@ -259,5 +253,5 @@ def _spans(question: PlanQuestion, best: Candidate | None) -> list[Span] | None:
     """Return the timeline of the recommended plan's step, if it was requested and is known."""
     if not question.has_timeline or best is None or best.time is None:
         return None
-    spec = question.source.spec_for(best.plan)
+    spec = question.spec_for(best.plan)
     return timeline(spec, plan=best.plan, cluster=best.cluster, optimizer=question.optimizer)

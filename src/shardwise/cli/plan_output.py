@@ -24,7 +24,7 @@ from shardwise.vocabulary.quantities import GIB, fixed_text, step_seconds_text
 def as_data(shown: PlanAnswer) -> dict[str, Any]:
     others = {"captured": shown.captured, "captured_units": shown.captured_units, "compiled": shown.compiled}
     data = {
-        "model": shown.question.source.reference,
+        "model": shown.question.model.reference,
         "cluster": str(shown.found[0].cluster),
         "recommended": shown.recommendation.index,
         "why": shown.why,
@@ -69,15 +69,15 @@ def show(shown: PlanAnswer) -> None:
 
 
 def _heading(shown: PlanAnswer) -> str:
-    first, source = shown.found[0], shown.question.source
+    first, model = shown.found[0], shown.question.model
     capacity, plan = first.capacity_bytes, first.plan
-    default = " (the default; --seq sets another)" if source.has_default_length else ""
+    default = " (the default; --seq sets another)" if model.has_default_length else ""
     seq = f", {first.seq} tokens per sample{default}" if first.seq else ""
     room = f" ({fixed_text(capacity, unit=GIB)} each)" if capacity else ""
-    loss = f", {source.loss} loss" if source.has_other_loss else ""
+    loss = f", {model.loss} loss" if model.has_other_loss else ""
     units = f", units {plan.units}" if plan.units != AUTO_UNITS else ""
     return (
-        f"{source.reference} on {first.cluster}{room}: {plan.precision}, recompute "
+        f"{model.reference} on {first.cluster}{room}: {plan.precision}, recompute "
         f"{plan.recompute}{seq}{units}, engine {plan.engine}{loss}"
     )
 
@@ -102,7 +102,7 @@ def _about_memory(shown: PlanAnswer, best_or_first: Candidate) -> Iterator[str]:
     if reduced and not shown.question.plan.accumulate_reduced:
         names = ", ".join(dict.fromkeys(reduced))
         yield f"Gradients kept unsharded between passes do not fit: {names} reduce them in every pass."
-    hardly_cut = why_hardly_cut(shown.question.source.spec_for(first.plan), units=first.plan.units)
+    hardly_cut = why_hardly_cut(shown.question.model.spec_for(first.plan), units=first.plan.units)
     if hardly_cut:
         yield f"Note: {hardly_cut}."
     totals = (best_or_first.memory.allocated_bytes, best_or_first.memory.reserved_bytes)
@@ -125,7 +125,7 @@ def _about_time(shown: PlanAnswer, best_or_first: Candidate) -> Iterator[str]:
     first = shown.found[0]
     fits = f"fits means peak + {first.memory_band:.0%} ≤ capacity; " if first.capacity_bytes else ""
     unknown = why_not_timed(
-        shown.question.source.spec_for(best_or_first.plan), plan=best_or_first.plan, cluster=best_or_first.cluster
+        shown.question.model.spec_for(best_or_first.plan), plan=best_or_first.plan, cluster=best_or_first.cluster
     )
     of_best = f" of {best_or_first.name}" if first.time is not None else ""
     time = f"times {best_or_first.time_band}; comm = exposed communication"

@@ -14,10 +14,9 @@ from shardwise.planner.search.recommend import best_of
 from shardwise.planner.time.step_time import timeline
 from shardwise.report.text.queue_lanes import as_data as spans_as_data
 from shardwise.report.text.verdict import changed_options, in_host_memory, name_of
-from shardwise.sources import Source
 
 
-def answer_data(found: PlanAnswer, *, source: Source, options: PlanOptions, chosen: str) -> dict[str, Any]:
+def answer_data(found: PlanAnswer, *, options: PlanOptions, chosen: str) -> dict[str, Any]:
     """Return the answer; `plan` is what `plan --json` prints.
 
     rows      the candidates that are drawn: of each strategy the one on its best mesh
@@ -26,14 +25,14 @@ def answer_data(found: PlanAnswer, *, source: Source, options: PlanOptions, chos
     timeline  one step of the strategy `chosen`, or of the recommended one
     """
     first, index = found.found[0], chosen_row(found, name=chosen)
-    spec, one = source.spec_for(first.plan), found.found[index]
-    spans = timeline(source.spec_for(one.plan), plan=one.plan, cluster=one.cluster, optimizer=options.optimizer)
+    spec, one = found.question.spec_for(first.plan), found.found[index]
+    spans = timeline(found.question.spec_for(one.plan), plan=one.plan, cluster=one.cluster, optimizer=options.optimizer)
     return {
         "plan": as_data(found),
         "is_quick": found.question.quick,
         "num_params": spec.num_params,
         "seq": spec.seq,
-        "longest": source.longest_sample,
+        "longest": found.question.model.longest_sample,
         "title": first.cluster.device.title or first.cluster.device.name,
         "cluster": _shape(first.cluster),
         "optimizer": options.optimizer,

@@ -1,14 +1,12 @@
 """The options of `shardwise plan` as one value, the question that they ask, and the command that gives them."""
 
 import shlex
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.cli.plan_options import (
-    SoftwareOptions,
-    SystemSettings,
     check_names,
     hybrid_mesh,
     parse_count,
@@ -17,18 +15,20 @@ from shardwise.cli.plan_options import (
     parse_offload,
     parse_recompute,
     parse_tile,
-    planned_cluster,
-    source_of,
-    system_settings,
 )
+from shardwise.cli.terminal import status_line
+from shardwise.errors import InvalidPlan, UnknownName
+from shardwise.models.adaptation import adaptation_of
+from shardwise.plan.limits import LIMITS, EngineLimits
 from shardwise.plan.policy import AUTO_UNITS
-from shardwise.spec.adaptation import adaptation_of
+from shardwise.planner.systems import System, system_of
+from shardwise.spec.losses import LEAN, LOSSES, USUAL
 from shardwise.vocabulary.quantities import byte_count
 
 if TYPE_CHECKING:
     from shardwise.cli.plan_answer import PlanQuestion
     from shardwise.hardware import Cluster
-    from shardwise.sources import Source
+    from shardwise.models.reference import Model
 
 PAGE_MODEL, PAGE_CLUSTER = "llama-3.1-8b", "8xh100-80gb"
 """What the planner page opens with, where nothing is given."""
@@ -98,62 +98,129 @@ class PlanOptions:
         return shlex.join(words)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SystemSettings:
+    """The options that `--like` sets, each as it was given or as the system has it; `text` names them."""
+
+    system: System
+    engine: str
+    strategy: str
+    reduce_dtype: str
+    accumulate_reduced: bool
+    loss: str
+    tile: Mapping[str, int]
+
+    @property
+    def text(self) -> str:
+        if not self.system.name:
+            return ""
+        passes = "in every pass" if self.accumulate_reduced else "once per step"
+        return (
+            f"Like {self.system.name} ({self.system.title}): --engine {self.engine} --strategy {self.strategy} "
+            f"--overlap {self.system.overlap} --loss {self.loss} --reduce-dtype {self.reduce_dtype}{self._memory}, "
+            f"gradients reduced {passes}. Source: {self.system.source}."
+        )
+
+    @property
+    def _memory(self) -> str:
+        tiles = "".join(f" --tile {pattern}={tokens}" for pattern, tokens in self.tile.items())
+        return f"{tiles}, expandable segments" if self.system.is_expandable else tiles
+
+
+def _system_tile(system: System, *, model: str) -> dict[str, int]:
+    if not system.tile_tokens:
+        return {}
+    from shardwise.models.catalogue import kind_of
+    from shardwise.models.transformers_shapes import TRANSFORMERS_SHAPES
+
+    is_ours = not kind_of(model)[0] and model not in TRANSFORMERS_SHAPES
+    return {"*.feed_forward" if is_ours else "*.mlp": system.tile_tokens}
+
+
 def settings_of(options: PlanOptions) -> SystemSettings:
-    """Return what `--like` sets, or the defaults; what the options say wins."""
-    return system_settings(
-        options.like,
-        model=options.model,
-        engine=options.engine,
-        strategy=options.strategy,
-        precision=options.precision,
-        reduce_dtype=options.reduce_dtype,
-        accumulate_reduced=options.accumulate_reduced,
-        overlap=options.overlap,
-        loss=options.loss,
-        tile=parse_tile(list(options.tile)),
+    """Return the settings of `--like`, or the defaults; what the options say wins."""
+    system = system_of(options.like.strip().lower())
+    system = replace(system, overlap=options.overlap or system.overlap)
+    engine, precision, tile = options.engine or system.engine, options.precision, parse_tile(list(options.tile))
+    as_computed = system.reduces_as_computed and precision in ("bf16", "fp16")
+    reduced = options.accumulate_reduced
+    # The plan refuses an engine that does not exist.
+    limits = LIMITS.get(engine, EngineLimits(name=engine))
+    if options.loss is not None and options.loss not in LOSSES:
+        raise UnknownName.of("loss", options.loss, known=LOSSES)
+    return SystemSettings(
+        system=system,
+        engine=engine,
+        strategy=options.strategy or ",".join(system.strategies) or "all",
+        reduce_dtype=options.reduce_dtype or (precision if as_computed else "fp32"),
+        accumulate_reduced=system.accumulate_reduced if reduced is None else reduced,
+        loss=options.loss or (system.loss if system.name else LEAN if limits.has_lean_loss else USUAL),
+        tile=_system_tile(system, model=options.model) if tile is None else tile,
     )
 
 
 def cluster_for(options: PlanOptions) -> "Cluster":
-    return planned_cluster(
-        options.cluster,
-        devices=options.devices,
-        software=SoftwareOptions(
-            preset=options.software, attention=options.attention, matmul=options.matmul, norms=options.norms
-        ),
-        matmul_precision=options.matmul_precision,
-        here=options.here,
-        fabric_gbps=options.fabric_gbps,
-        host_bytes=parse_host_memory(options.host_memory, option="--host-memory"),
+    from shardwise.hardware import cluster_of
+    from shardwise.hardware.cluster import plain_fabric
+    from shardwise.hardware.cluster_file import read_cluster_file
+    from shardwise.hardware.host_here import probed_cluster
+    from shardwise.hardware.software import chosen_software
+
+    cluster, gbps = cluster_of(options.cluster), options.fabric_gbps
+    if options.devices is not None:
+        measured = read_cluster_file(options.devices)
+        cluster = replace(cluster, device=measured.device, link=measured.link or cluster.link)
+    software = chosen_software(
+        cluster.device.software,
+        preset=options.software,
+        attention=options.attention,
+        matmul=options.matmul,
+        norms=options.norms,
     )
+    matmul_precision = options.matmul_precision or cluster.device.matmul_precision
+    device = replace(cluster.device, software=software, matmul_precision=matmul_precision)
+    host_bytes = parse_host_memory(options.host_memory, option="--host-memory")
+    cluster = replace(cluster, device=device, host_bytes=cluster.host_bytes if host_bytes is None else host_bytes)
+    if gbps is not None:
+        if cluster.num_nodes == 1:
+            raise InvalidPlan(f"--fabric-gbps {gbps:g}: {cluster} is one node; say how many: 2x{cluster}")
+        cluster = replace(cluster, fabric=plain_fabric(gbps), assumes_fabric=False)
+    return probed_cluster(cluster) if options.here else cluster
 
 
-def source_for(options: PlanOptions) -> "Source":
-    adaptation = adaptation_of(
-        options.lora, targets=options.lora_targets, quantize=options.quantize, precision=options.precision
-    )
-    return source_of(
+def model_for(options: PlanOptions) -> "Model":
+    """Return the model with the chosen loss; only catalogue models have the lean one."""
+    from shardwise.models.reference import Model
+
+    named = Model(
         options.model,
         seq=options.seq,
         image=options.image,
-        loss=options.loss,
-        chosen=settings_of(options),
-        adaptation=adaptation,
+        loss=settings_of(options).loss,
+        adaptation=adaptation_of(
+            options.lora, targets=options.lora_targets, quantize=options.quantize, precision=options.precision
+        ),
+        while_tracing=lambda name: status_line(f"Tracing {name} …"),
     )
+    if options.loss == LEAN and not named.has_lean_loss:
+        raise InvalidPlan(
+            f"--loss {LEAN}: {options.model} has a loss of its own; only catalogue models of tokens have this one"
+        )
+    return named
 
 
 def question_of(
     options: PlanOptions,
     *,
     cluster_of: Callable[[PlanOptions], "Cluster"] = cluster_for,
-    model_of: Callable[[PlanOptions], "Source"] = source_for,
+    named: Callable[[PlanOptions], "Model"] = model_for,
 ) -> "PlanQuestion":
     """Return the question that the options ask; a caller with many questions keeps the clusters and the models."""
     from shardwise.cli.plan_answer import PlanQuestion
     from shardwise.plan import Plan
 
     check_names(goal=options.goal, optimizer=options.optimizer)
-    where, chosen = cluster_of(options), settings_of(options)
+    where, chosen, model = cluster_of(options), settings_of(options), named(options)
     plan = Plan(
         micro_batch=options.micro_batch,
         accumulate=options.accumulate,
@@ -172,7 +239,8 @@ def question_of(
         **parse_offload(options.offload),
     )
     return PlanQuestion(
-        source=model_of(options),
+        model=model,
+        spec_for=model.spec_for,
         plan=plan,
         strategy=chosen.strategy,
         cluster=where,

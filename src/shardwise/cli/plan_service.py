@@ -6,13 +6,13 @@ computed at a time; one that is out of date ends before its next candidate.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from threading import Lock
 from typing import Any
 
-from shardwise.cli.plan_answer import PlanAnswer, answer
+from shardwise.cli.plan_answer import PlanAnswer, PlanQuestion, answer
 from shardwise.cli.plan_page_data import answer_data, chosen_row
-from shardwise.cli.plan_question import PlanOptions, cluster_for, question_of, source_for
+from shardwise.cli.plan_question import PlanOptions, cluster_for, model_for, question_of
 from shardwise.cli.plan_settings import as_settings, asked_options
 from shardwise.errors import InvalidPlan
 from shardwise.hardware import Cluster, Device
@@ -23,7 +23,9 @@ from shardwise.interchange.exported import JobShape
 from shardwise.interchange.targets import TARGETS
 from shardwise.interchange.targets import export as exported_for
 from shardwise.models.catalogue import CATALOGUE
+from shardwise.models.reference import Model
 from shardwise.plan import Plan
+from shardwise.planner.search.candidates import SpecFor
 from shardwise.planner.search.frontier import fixed_frontier
 from shardwise.planner.search.request import RECOMPUTES
 from shardwise.planner.time.collective import can_link
@@ -31,7 +33,6 @@ from shardwise.planner.time.compute import can_time
 from shardwise.report.planner_page.planner_document import planner_page, saved_page
 from shardwise.report.planner_page.planner_server import Answers, Asked, Document, Superseded
 from shardwise.report.text.budgets import frontier_data
-from shardwise.sources import Source
 from shardwise.spec import ModelSpec
 from shardwise.vocabulary.collection import without_collection
 
@@ -56,12 +57,12 @@ class PlanService:
         self._lock = Lock()
         self._newest: dict[str, object] = {}
         self._known: dict[tuple[PlanOptions, bool], PlanAnswer] = {}
-        self._sources: dict[tuple[str, int | None], Source] = {}
+        self._models: dict[tuple[str, int | None], Model] = {}
         self._clusters: dict[tuple[str, str | None], Cluster] = {}
         self._devices = {device.name: device for device in offered_devices()}
         self._check_cluster(options)
-        question = question_of(options, cluster_of=self._cluster, model_of=self._source)
-        if not question.source.spec_for(question.plan).traces:
+        question = self._question(options)
+        if not question.spec_for(question.plan).traces:
             raise InvalidPlan(f"{options.model}: only its number of parameters is known, so that no page can plan it")
         self._page = planner_page(self._offers())
 
@@ -86,16 +87,15 @@ class PlanService:
         options = self._asked(asked)
         with self._turn(page) as check:
             found = self._answer(options, is_quick=refined == "0", check=check)
-            return answer_data(found, source=self._source(options), options=options, chosen=chosen)
+            return answer_data(found, options=options, chosen=chosen)
 
     def frontier(self, asked: Asked) -> dict[str, Any]:
         """Return the best throughput of one strategy for each memory budget, without the allocator's model."""
         page = asked.pop("page", "")
         options = self._asked(asked)
         with self._turn(page) as check:
-            question = question_of(options, cluster_of=self._cluster, model_of=self._source)
-            watched = _Watched(self._source(options), check)
-            return {"frontier": frontier_data(fixed_frontier(watched.spec_for, request=question))}
+            question = self._question(options)
+            return {"frontier": frontier_data(fixed_frontier(_watched(question, check), request=question))}
 
     def export(self, asked: Asked) -> dict[str, Any]:
         """Return the files of the chosen plan for another tool, `to`, and the settings that were left out."""
@@ -139,27 +139,33 @@ class PlanService:
             self._clusters[key] = cluster_for(options)
         return self._clusters[key]
 
-    def _source(self, options: PlanOptions) -> Source:
+    def _model(self, options: PlanOptions) -> Model:
         """Return the model for samples of this length, which must not need another trace."""
         is_own = options.model == self._options.model
         first = replace(options, seq=self._options.seq if is_own else None)
-        source = self._traced(first)
+        model = self._kept_model(first)
         if options.seq == first.seq:
-            return source
-        if not 1 <= (options.seq or 1) <= (source.longest_sample or 0):
+            return model
+        if not 1 <= (options.seq or 1) <= (model.longest_sample or 0):
             raise InvalidPlan(f"--seq {options.seq}: {options.model} has no laws for samples of this length")
-        return self._traced(options)
+        return self._kept_model(options)
 
-    def _traced(self, options: PlanOptions) -> Source:
-        """Return the model with the traces of all ways to recompute: each further one would empty all caches."""
+    def _kept_model(self, options: PlanOptions) -> Model:
         key = options.model, options.seq
-        if key not in self._sources:
+        if key not in self._models:
             is_own = options.model == self._options.model
-            source = source_for(options if is_own else replace(options, image=None))
-            for recompute in RECOMPUTES:
-                source.spec_for(Plan(precision=options.precision, recompute=recompute, units=options.units))
-            self._sources[key] = source
-        return self._sources[key]
+            self._models[key] = model_for(options if is_own else replace(options, image=None))
+        return self._models[key]
+
+    def _question(self, options: PlanOptions) -> PlanQuestion:
+        """Return the question, of a spec with all ways to recompute: the planner's caches are those of one spec."""
+        question = question_of(options, cluster_of=self._cluster, named=self._model)
+
+        def spec_for(*plans: Plan) -> ModelSpec:
+            others = (replace(plan, recompute=recompute) for plan in plans for recompute in RECOMPUTES)
+            return question.model.spec_for(*plans, *others)
+
+        return replace(question, spec_for=spec_for)
 
     @contextmanager
     def _turn(self, page: str = "") -> Iterator[Callable[[], None]]:
@@ -184,8 +190,8 @@ class PlanService:
         if key not in self._known:
             if len(self._known) >= _MOST_KEPT:
                 self._known.clear()
-            question = replace(question_of(options, cluster_of=self._cluster, model_of=self._source), quick=is_quick)
-            found = answer(replace(question, source=_Watched(self._source(options), check)))
+            question = replace(self._question(options), quick=is_quick)
+            found = answer(replace(question, spec_for=_watched(question, check)))
             self._known[key] = replace(found, question=question)
         return self._known[key]
 
@@ -210,29 +216,11 @@ class PlanService:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class _Watched:
-    """A model whose computations end before the next candidate, once they are out of date."""
+def _watched(question: PlanQuestion, check: Callable[[], None]) -> SpecFor:
+    """Return its `spec_for`, which ends a computation before the next candidate, once that is out of date."""
 
-    source: Source
-    check: Callable[[], None]
+    def spec_for(*plans: Plan) -> ModelSpec:
+        check()
+        return question.spec_for(*plans)
 
-    def spec_for(self, plan: Plan) -> ModelSpec:
-        self.check()
-        return self.source.spec_for(plan)
-
-    @property
-    def reference(self) -> str:
-        return self.source.reference
-
-    @property
-    def loss(self) -> str:
-        return self.source.loss
-
-    @property
-    def has_other_loss(self) -> bool:
-        return self.source.has_other_loss
-
-    @property
-    def has_default_length(self) -> bool:
-        return self.source.has_default_length
+    return spec_for

@@ -30,10 +30,12 @@ def _money(value: str) -> float:
     return float(value)
 
 
-_TEXTS = ("model", "cluster", "strategy", "precision", "recompute", "update", "mesh", "reduce_dtype", "budget")
-_MORE_TEXTS = ("host_memory", "offload", "optimizer", "goal", "tokens", "capture", "overlap")
+_TEXTS = (
+    *("model", "cluster", "strategy", "precision", "recompute", "update", "mesh", "reduce_dtype", "budget"),
+    *("host_memory", "offload", "optimizer", "goal", "tokens", "capture", "overlap"),
+)
 SETTINGS: Mapping[str, Callable[[str], object]] = {
-    **dict.fromkeys((*_TEXTS, *_MORE_TEXTS), _text),
+    **dict.fromkeys(_TEXTS, _text),
     **dict.fromkeys(("micro_batch", "seq", "global_batch", "accumulate"), _whole),
     "price": _money,
     "accumulate_reduced": lambda value: value == "1",

@@ -62,7 +62,9 @@ def profile(
     check_names(optimizer=optimizer)
     if ranks < 1:
         raise InvalidPlan(f"--ranks {ranks}: must be a whole number of at least 1")
-    if model.startswith("params:"):
+    from shardwise.models.catalogue import kind_of
+
+    if kind_of(model)[0] == "params":
         raise InvalidModel(f"{model}: a parameter count cannot be run; shardwise plan predicts its states")
     from shardwise.plan import Plan
     from shardwise.profile.rehearsal import Rehearsal
@@ -99,9 +101,9 @@ def profile(
 
 
 def _profiles(rehearsal: "Rehearsal", *, strategies: Sequence[str]) -> "list[Profile]":
+    from shardwise.models.reference import Model
     from shardwise.profile.compare import profile as profile_all
     from shardwise.profile.rehearsal import Measured, Rehearsal, rehearse_apart
-    from shardwise.sources import Source
 
     with status_line("Starting …") as show_status:
 
@@ -114,9 +116,9 @@ def _profiles(rehearsal: "Rehearsal", *, strategies: Sequence[str]) -> "list[Pro
             return nullcontext()
 
         model, seq, image, device = rehearsal.model, rehearsal.seq, rehearsal.image, rehearsal.device
-        source = Source(model, seq=seq, image=image, kernels=device, while_tracing=while_tracing)
+        named = Model(model, seq=seq, image=image, kernels=device, while_tracing=while_tracing)
         each = [replace(rehearsal, plan=replace(rehearsal.plan, strategy=name)) for name in strategies]
-        return profile_all(each, spec_for=source.spec_for, room_bytes=_room_bytes(device), run=run)
+        return profile_all(each, spec_for=named.spec_for, room_bytes=_room_bytes(device), run=run)
 
 
 def _check_history(path: Path | None, *, device: str, strategies: Sequence[str]) -> None:

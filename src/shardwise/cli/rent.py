@@ -60,18 +60,18 @@ def rent(
     check_names(optimizer=optimizer)
     from shardwise.hardware.device import device_of
     from shardwise.hardware.prices import prices
+    from shardwise.models.adaptation import adaptation_of
+    from shardwise.models.reference import Model
     from shardwise.plan import Plan
     from shardwise.planner.search.rent import LOOKS, Wish, recommended, rentals
     from shardwise.report.text.rented import rental_data
-    from shardwise.sources import Source
-    from shardwise.spec.adaptation import adaptation_of
 
     num_tokens = parse_count(tokens, option="--tokens")
     assert num_tokens is not None
     adaptation = adaptation_of(lora, targets=lora_targets, quantize=quantize)
-    source = Source(model, seq=seq, adaptation=adaptation, while_tracing=lambda name: status_line(f"Tracing {name} …"))
+    named = Model(model, seq=seq, adaptation=adaptation, while_tracing=lambda name: status_line(f"Tracing {name} …"))
     plan = Plan(precision=precision, units=units)
-    if not source.spec_for(plan).traces:
+    if not named.spec_for(plan).traces:
         raise InvalidPlan(f"{model}: only its number of parameters is known, so there is no speed and no cost")
     wish = Wish(
         plan=plan,
@@ -84,7 +84,7 @@ def rent(
     listed = prices(price or (), host_bytes=host_bytes)
     devices = {device_of(kind): one for kind, one in listed.items()}
     with status_line(f"Planning {model} on {len(devices)} kinds of GPU …"):
-        found = rentals(source.spec_for, devices=devices, wish=wish, looks=None if every else LOOKS)
+        found = rentals(named.spec_for, devices=devices, wish=wish, looks=None if every else LOOKS)
     best = recommended(found, wish=wish)
     if as_json:
         rows = [rental_data(one, price=listed[one.candidate.cluster.device.name]) for one in found]

@@ -70,7 +70,7 @@ def train(
         max_restarts=max_restarts,
         folder=chosen.folder,
         grace_seconds=chosen.checkpoint.grace_seconds,
-        imports=("shardwise.cli.app", "shardwise.train.rank_run"),
+        imports=("shardwise.cli.app", "shardwise.cli.train", "shardwise.train.rank_run"),
     )
     raise Exit(code)
 

@@ -15,8 +15,8 @@ from functools import lru_cache
 
 from shardwise.hardware.calibration import Calibration, shipped_calibration
 from shardwise.hardware.device import Device, device_of
-from shardwise.hardware.fit import launches_of
 from shardwise.hardware.host_speed import engine_factor, reference_host
+from shardwise.hardware.issue_times import launches_of
 from shardwise.hardware.kernel_model import Kernel, KernelModel
 
 USUAL = "h200"

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from shardwise.errors import InvalidPlan
+from shardwise.models.tasks import Task
 from shardwise.plan import Plan
-from shardwise.tasks import Task
 from shardwise.train.automatic import auto_plan
 
 

@@ -153,8 +153,18 @@ CATALOGUE: Mapping[str, Shape] = MappingProxyType(
 )
 
 
+KINDS = ("params", "python", "hf", "timm", "torchvision")
+"""What stands before the colon of models that are not in the catalogue."""
+
+
 def shape_of(name: str) -> Shape:
     try:
         return CATALOGUE[name]
     except KeyError:
         raise UnknownName.of("model", name, known=CATALOGUE, see="`shardwise models` lists them all") from None
+
+
+def kind_of(reference: str) -> tuple[str, str]:
+    """Split a MODEL into its kind, one of KINDS, and its name; a name of the catalogue has the kind ""."""
+    kind, colon, name = reference.partition(":")
+    return (kind, name) if colon and kind in KINDS else ("", reference)

@@ -14,6 +14,12 @@ from shardwise.models.shapes import TransformersShape
 
 # The sample length that commands take unless --seq says otherwise, not the longest that a model can read.
 _SEQ = 4096
+_MOST_BY_DEFAULT = 2048
+
+
+def default_seq(longest: int | None) -> int:
+    """Return the tokens per sample of a config unless asked otherwise: those that it can read, up to 2,048."""
+    return min(_MOST_BY_DEFAULT, longest or _MOST_BY_DEFAULT)
 
 
 def _shape(

@@ -12,12 +12,12 @@ from shardwise.plan.placement import SHARDED, Placement
 from shardwise.planner.engine_model import EngineModel, engine_model_of
 from shardwise.planner.fold import Short, cut
 from shardwise.planner.memory.allocations import Ledger
-from shardwise.planner.memory.constants import MemoryRules
+from shardwise.planner.memory.constants import RULES, MemoryRules
 from shardwise.planner.memory.events import memory_rows, saved_of_root
 from shardwise.planner.memory.executors.ddp_memory import PlainMemory
 from shardwise.planner.memory.executors.setting import MemoryExecutor, MemorySetting
 from shardwise.planner.memory.replay import MemoryRow, Replayed, replay
-from shardwise.planner.memory.states import OptimizerRule, StateSetting, UnitStates
+from shardwise.planner.memory.states import OptimizerRule, StateSetting, UnitStates, optimizer_of
 from shardwise.planner.memory.stream_peak import StreamPeak, stream_peak
 from shardwise.planner.sizes import MASTER_BYTES
 from shardwise.planner.trace_order import Key
@@ -50,8 +50,9 @@ class Job:
     plan: Plan
     short: Short
     traces: Mapping[str, StepTrace]
-    optimizer: OptimizerRule
-    rules: MemoryRules
+    # The name of its rule, and `cpu` or `cuda`.
+    optimizer_name: str
+    device: str
     # (computes in, recompute) → what units that multiply in fp8 allocate.
     fp8_traces: Mapping[tuple[str, str], StepTrace] = field(default_factory=dict)
     # Whether an engine runs it, or an ordinary loop on one device.
@@ -59,6 +60,14 @@ class Job:
     # By the id of the stream; shared by the jobs of a model.
     known_peaks: dict[int, StreamPeak] = field(default_factory=dict)
     _cuts: "dict[int, Job]" = field(default_factory=dict)
+
+    @cached_property
+    def optimizer(self) -> OptimizerRule:
+        return optimizer_of(self.optimizer_name)
+
+    @property
+    def rules(self) -> MemoryRules:
+        return RULES[self.device]
 
     @cached_property
     def replayed(self) -> Replayed:

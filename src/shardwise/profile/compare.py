@@ -8,15 +8,14 @@ from dataclasses import dataclass, replace
 from shardwise.errors import ShardwiseError
 from shardwise.plan import Plan
 from shardwise.plan.limits import LIMITS, strategies_of
-from shardwise.planner.memory.peak import MemoryEstimate, estimate, job_of
+from shardwise.planner.memory.peak import MemoryEstimate, estimate_job, job_of
 from shardwise.planner.memory.replay import row_peaks
+from shardwise.planner.search.candidates import SpecFor
 from shardwise.profile.memory_ledger import LedgerEntry, paired
 from shardwise.profile.rehearsal import Measured, Rehearsal, rehearse_apart
 from shardwise.spec import ModelSpec
 from shardwise.vocabulary.quantities import GIB, fixed_text
 from shardwise.vocabulary.segments import segments_expand
-
-SpecFor = Callable[[Plan], ModelSpec]
 
 # The planner's names for the optimizer kernels that rehearsal_process.py chooses.
 _OPTIMIZERS = {
@@ -89,16 +88,8 @@ def predict_memory(
     spec: ModelSpec, *, plan: Plan, num_ranks: int, batch: int, optimizer: str, device: str, expands: bool = False
 ) -> PredictedMemory:
     """Predict the peak, and the peak of every row; `optimizer` is a name of planner/memory/states.py."""
-    memory = estimate(
-        spec,
-        plan=plan,
-        num_ranks=num_ranks,
-        batch=batch,
-        optimizer=optimizer,
-        device=device,
-        expands=expands,
-    )
-    job = job_of(spec, plan=plan, num_ranks=num_ranks, optimizer=optimizer, device=device).cut(_UNCUT)
+    whole = job_of(spec, plan=plan, num_ranks=num_ranks, optimizer=optimizer, device=device)
+    memory, job = estimate_job(whole, batch=batch, expands=expands), whole.cut(_UNCUT)
     found = row_peaks(job.memory_rows, at_rest=job.at_rest, batch=batch)
     return PredictedMemory(
         memory=memory, entries=tuple(LedgerEntry(at=label, num_bytes=parts) for label, parts in found)

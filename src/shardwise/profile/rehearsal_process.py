@@ -27,13 +27,12 @@ from shardwise.errors import ShardwiseError
 from shardwise.files.atomic import atomic_write
 from shardwise.files.data_file import read_json
 from shardwise.models.muon import MuonWithAdamW, split_off_matrices
+from shardwise.models.tasks import Task, load_task
 from shardwise.plan.limits import LIMITS
 from shardwise.profile.cuda_allocations import AllocatorHistory
 from shardwise.profile.recording import WARM_UP_STEPS, Recording, StepRecording, allocations_on
 from shardwise.profile.rehearsal import Measured, Rehearsal
 from shardwise.spec import ModelSpec
-from shardwise.tasks import Task
-from shardwise.trace.foreign import task_of
 from shardwise.units import model_spec, unit_modules
 
 
@@ -82,7 +81,7 @@ class _Training:
 def _started(rehearsal: Rehearsal, *, device: torch.device) -> _Training:
     """Prepare a model straight from the meta device."""
     torch.manual_seed(0)
-    task = task_of(rehearsal.model, seq=rehearsal.seq, image=rehearsal.image)
+    task = load_task(rehearsal.model, seq=rehearsal.seq, image=rehearsal.image, device="meta")
     spec = model_spec(task.model, policy=rehearsal.plan.units)
     modules = unit_modules(task.model, policy=rehearsal.plan.units)
     absent, plan = rehearsal.num_ranks > 1, rehearsal.plan

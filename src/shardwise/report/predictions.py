@@ -4,17 +4,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardwise.hardware import cluster_of
+from shardwise.models.reference import Model
 from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.search.candidates import Candidate, candidates
 from shardwise.planner.search.recommend import recommend
 from shardwise.report.text.verdict import reasons
-from shardwise.sources import Source
 from shardwise.vocabulary.html_table import html_table
 from shardwise.vocabulary.quantities import bytes_text
 
 if TYPE_CHECKING:
-    from shardwise.tasks import Task
+    from shardwise.models.tasks import Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,18 +68,18 @@ def predict(
     `model` and `cluster` are those of `shardwise plan`, or the model is a Task. `plan` gives all settings but the
     strategy (default: bf16); where it has no micro_batch, the largest that fits is taken.
     """
-    source, where = Source(model, seq=seq), cluster_of(cluster)
+    named, where = Model(model, seq=seq), cluster_of(cluster)
     found = candidates(
-        source.spec_for,
+        named.spec_for,
         plan=plan or Plan(precision="bf16"),
         strategies=tuple(STRATEGIES),
         cluster=where,
         optimizer=optimizer,
         goal=goal,
     )
-    chosen = recommend(found, goal=goal, spec_for=source.spec_for, optimizer=optimizer)
+    chosen = recommend(found, goal=goal, spec_for=named.spec_for, optimizer=optimizer)
     return Predictions(
-        model=source.reference,
+        model=named.reference,
         cluster=str(where),
         candidates=tuple(found),
         recommended=None if chosen.best is None else chosen.best.plan,

@@ -23,13 +23,13 @@ from shardwise.errors import InvalidPlan
 from shardwise.files.atomic import atomic_write
 from shardwise.files.data_file import UnreadableFile, parse_json, read_json
 from shardwise.hardware import Cluster
+from shardwise.models.reference import Model
 from shardwise.plan import Plan
 from shardwise.planner.search.auto import solve_plan
 from shardwise.planner.search.candidates import capacity_bytes
 from shardwise.planner.search.chosen_text import chosen_text
 from shardwise.planner.search.nearest import cost_of_change, find_smaller
 from shardwise.planner.search.request import AutoRequest, NoPlanFits
-from shardwise.sources import Source
 from shardwise.train.automatic import job_cluster, solved_by_rank_0
 from shardwise.train.config import TrainConfig
 from shardwise.train.memory_advice import optimizer_rule
@@ -44,14 +44,14 @@ class ChosenPlan:
 
     given    the config before a plan was chosen
     record   the content of auto.json; only on rank 0 of an auto run
-    source   the model as the planner sees it, if it was traced; later searches reuse it
+    model    the model as the planner sees it, if it was traced; later searches reuse it
     """
 
     config: TrainConfig
     given: TrainConfig
     place: Place
     record: dict[str, Any] | None = None
-    source: Source | None = None
+    model: Model | None = None
 
     @property
     def cluster(self) -> Cluster:
@@ -109,11 +109,11 @@ class ChosenPlan:
 
     def smaller(self) -> "ChosenPlan":
         """Replace the plan that ran out of memory by a smaller one, on rank 0; NoPlanFits, if there is none."""
-        source, failed = self.traced(), self.recorded("failed")
+        model, failed = self.traced(), self.recorded("failed")
         given = self.given
         request = self._request(given.plan, global_batch=given.auto.global_batch, budget_bytes=None)
-        before, found = find_smaller(source.spec_for, plan=self.config.plan, request=request)
-        source.release()
+        before, found = find_smaller(model.spec_for, plan=self.config.plan, request=request)
+        model.release()
         if found is None:
             raise NoPlanFits(
                 f"{failed}, and no plan with the same samples per step needs less: take more devices, a smaller model "
@@ -127,21 +127,20 @@ class ChosenPlan:
             "outside_bytes": self.recorded("outside_bytes"),
             "ran_out": self.recorded("ran_out"),
         }
-        return replace(self.with_record(record), source=source)
+        return replace(self.with_record(record), model=model)
 
-    def traced(self) -> Source:
+    def traced(self) -> Model:
         """Return the model for the planner."""
-        task = self.config.task
-        return self.source or Source(task.model, seq=task.seq, image=task.image, kernels=self.place.device.type)
+        return self.model or self.config.task.named(kernels=self.place.device.type)
 
     def solved(self, *, budget_bytes: int | None) -> "ChosenPlan":
         """Solve the given question, on rank 0; `compile` stays as it is. NoPlanFits, if no plan does."""
-        source = self.traced()
+        model = self.traced()
         given, global_batch = self._question()
         request = self._request(given, global_batch=global_batch, budget_bytes=budget_bytes)
-        found = solve_plan(source.spec_for, request=request).candidate
-        names = [unit.name for unit in source.spec_for(found.plan).units]
-        source.release()
+        found = solve_plan(model.spec_for, request=request).candidate
+        names = [unit.name for unit in model.spec_for(found.plan).units]
+        model.release()
         record = {
             "asked": self.asked(),
             "plan": found.plan.to_dict(),
@@ -149,7 +148,7 @@ class ChosenPlan:
             "predicted_bytes": found.memory.allocated_bytes,
             "outside_bytes": found.memory.device_bytes - found.memory.reserved_bytes,
         }
-        return replace(self.with_record(record), source=source)
+        return replace(self.with_record(record), model=model)
 
     def _request(self, given: Plan, *, global_batch: int | None, budget_bytes: int | None) -> AutoRequest:
         return AutoRequest(

@@ -16,12 +16,12 @@ from shardwise.hardware import Cluster, cluster_of
 from shardwise.hardware.cluster import make_cluster
 from shardwise.hardware.device_file import device_like
 from shardwise.hardware.sourced import Sourced
+from shardwise.models.reference import Model
+from shardwise.models.tasks import Task
 from shardwise.plan import Plan
 from shardwise.planner.search.auto import solve_plan
 from shardwise.planner.search.nearest import find_smaller
 from shardwise.planner.search.request import AutoRequest, NoPlanFits
-from shardwise.sources import Source
-from shardwise.tasks import Task
 from shardwise.vocabulary.segments import segments_expand
 
 
@@ -47,8 +47,8 @@ def auto_plan(
     )
 
     def solve() -> Plan:
-        source = _traced(model, cluster=where, asked_by="Plan.auto")
-        return solve_plan(source.spec_for, request=request).candidate.plan
+        named = _named(model, cluster=where, asked_by="Plan.auto")
+        return solve_plan(named.spec_for, request=request).candidate.plan
 
     return solved_by_rank_0(solve)
 
@@ -69,9 +69,9 @@ def smaller_plan(
         raise InvalidPlan("smaller_plan needs the plan that ran out of memory, with its strategy and its micro_batch")
 
     def solve() -> Plan:
-        source = _traced(model, cluster=where, asked_by="smaller_plan")
+        named = _named(model, cluster=where, asked_by="smaller_plan")
         request = AutoRequest(plan=plan, cluster=where, optimizer=optimizer)
-        found = find_smaller(source.spec_for, plan=plan, request=request)[1]
+        found = find_smaller(named.spec_for, plan=plan, request=request)[1]
         if found is None:
             raise NoPlanFits("no plan with the same samples per step needs less memory on these devices")
         return found.plan
@@ -79,13 +79,13 @@ def smaller_plan(
     return solved_by_rank_0(solve)
 
 
-def _traced(model: Task | str, *, cluster: Cluster, asked_by: str) -> Source:
+def _named(model: Task | str, *, cluster: Cluster, asked_by: str) -> Model:
     if not isinstance(model, Task | str):
         raise InvalidPlan(
             f"{asked_by} needs a loss and a batch to trace this {type(model).__name__}: give it "
             "shardwise.Task(model=model, loss=loss, make_batch=make_batch), or the name of a model"
         )
-    return Source(model, kernels=cluster.device.torch_type)
+    return Model(model, kernels=cluster.device.torch_type)
 
 
 def solved_by_rank_0(solve: Callable[[], Plan]) -> Plan:

@@ -2,14 +2,18 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardwise.errors import InvalidData
 from shardwise.files.keys import key
 from shardwise.files.object_path import check_url
-from shardwise.spec.adaptation import QUANTIZED
+from shardwise.models.adaptation import QUANTIZED, Adaptation
+from shardwise.models.catalogue import kind_of
 from shardwise.train.config_section import ConfigSection, InvalidConfig
 from shardwise.vocabulary.quantities import SIZE_EXAMPLE, byte_count
+
+if TYPE_CHECKING:
+    from shardwise.models.reference import Model
 
 OPTIMIZERS: Mapping[str, tuple[str, ...]] = {
     "adamw": ("betas", "eps", "fused"),
@@ -60,7 +64,20 @@ class TaskSection(ConfigSection):
 
     @property
     def is_checkpoint(self) -> bool:
-        return self.model.startswith("hf:")
+        return kind_of(self.model)[0] == "hf"
+
+    @property
+    def adaptation(self) -> Adaptation | None:
+        """The adapters that are trained instead of all parameters."""
+        if self.lora is None:
+            return None
+        return Adaptation(rank=self.lora, alpha=self.lora_alpha, targets=self.lora_targets, quantize=self.quantize)
+
+    def named(self, *, kernels: str = "cuda") -> "Model":
+        """Return the model; `kernels` are those that its spec has."""
+        from shardwise.models.reference import Model
+
+        return Model(self.model, seq=self.seq, image=self.image, kernels=kernels)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,6 @@ from shardwise.hardware.cluster import Cluster, make_cluster
 from shardwise.hardware.device_file import device_like
 from shardwise.hardware.sourced import Sourced
 from shardwise.planner.search.nearest import changed_settings, nearest_fit
-from shardwise.sources import Source
 from shardwise.train.config import TrainConfig
 from shardwise.train.config_sections import OptimizerSection
 from shardwise.vocabulary.quantities import bytes_text
@@ -97,9 +96,9 @@ class FullDevice:
 
 def describe_fit(config: TrainConfig, *, full: FullDevice) -> Iterator[str]:
     """Yield two lines: the prediction for the plan that failed, and the smallest change of it that fits."""
-    source = Source(config.task.model, seq=config.task.seq, image=config.task.image, kernels=full.kind)
+    model = config.task.named(kernels=full.kind)
     rule = optimizer_rule(config.optimizer, device=full.kind)
-    this, fits = nearest_fit(source.spec_for, plan=config.plan, cluster=full.cluster(), optimizer=rule)
+    this, fits = nearest_fit(model.spec_for, plan=config.plan, cluster=full.cluster(), optimizer=rule)
     parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in this.memory.breakdown_bytes.items())
     room = "" if full.capacity_bytes is None else f" of {bytes_text(full.capacity_bytes)}"
     need = bytes_text(this.memory.device_bytes)

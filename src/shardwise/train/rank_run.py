@@ -146,7 +146,7 @@ def _run(
 
 
 def _save_model(training: Training) -> None:
-    from shardwise.pretrained.fine_tune import save_fine_tuned
+    from shardwise.models.weights.fine_tune import save_fine_tuned
 
     config = training.config
     save_fine_tuned(training.model, config.folder / run_folder.MODEL, base=config.task.model.removeprefix("hf:"))

@@ -5,6 +5,7 @@ prepares the model and the optimizer, and takes a step with them.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -18,7 +19,7 @@ from shardwise.data.sampler import DistributedSampler
 from shardwise.engine.optimizer.scaler import GradScaler
 from shardwise.engines import prepare
 from shardwise.errors import InvalidData
-from shardwise.tasks import Task, load_task
+from shardwise.models.tasks import Task
 from shardwise.train.batches import Sharing, batches_of, check_size, samples_seen
 from shardwise.train.config import TrainConfig
 from shardwise.train.optimizers import make_optimizer
@@ -121,39 +122,19 @@ def open_batches(training: Training) -> None:
 
 
 def _load_task(config: TrainConfig, *, device: torch.device) -> Task:
-    section = config.task
+    section, plan = config.task, config.plan
     if section.is_checkpoint:
-        task = _checkpoint_task(config, device=device)
+        # A frozen base stays in the dtype of its files, which needs no fp32 copy.
+        native = plan.precision == "native" or (section.lora is not None and plan.precision == "bf16")
+        task = replace(section.named(), adaptation=section.adaptation).weights(
+            dataset=section.dataset, tokenizer=section.tokenizer, native=native, device=device
+        )
     else:
         # Catalogue models are made on the meta device: `prepare` fills only the slices of this rank.
-        task = load_task(section.model, dataset=section.dataset, seq=section.seq, image=section.image, device="meta")
+        task = section.named().task(dataset=section.dataset)
     if task.dataset is None:
         raise InvalidData(f"task.model = {section.model!r} brings no dataset: set task.dataset")
     if config.train.eval_every and (task.evaluate is None or task.eval_dataset is None):
         lacks = "evaluate" if task.evaluate is None else "eval_dataset"
         raise InvalidData(f"train.eval_every = {config.train.eval_every}, but the task has no {lacks}: leave it out")
     return task
-
-
-def _checkpoint_task(config: TrainConfig, *, device: torch.device) -> Task:
-    from shardwise.pretrained.fine_tune import Adapters, checkpoint_task
-    from shardwise.pretrained.quantised import Nf4
-
-    section = config.task
-    adapters = None
-    if section.lora is not None:
-        adapters = Adapters(
-            rank=section.lora,
-            alpha=section.lora_alpha or 2 * section.lora,
-            targets=section.lora_targets,
-            nf4=None if section.quantize is None else Nf4(device=device),
-        )
-    return checkpoint_task(
-        section.model.removeprefix("hf:"),
-        dataset=section.dataset,
-        seq=section.seq,
-        tokenizer=section.tokenizer,
-        adapters=adapters,
-        # A frozen base stays in the dtype of its files, which needs no fp32 copy.
-        native=config.plan.precision == "native" or (adapters is not None and config.plan.precision == "bf16"),
-    )

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from shardwise.data.sampler import DistributedSampler
 from shardwise.engine.optimizer.scaler import GradScaler
-from shardwise.tasks import Task
+from shardwise.models.tasks import Task
 from shardwise.train.batches import Sharing
 from shardwise.train.config import TrainConfig
 from shardwise.train.nonfinite import FirstNonFinite

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli.app import main
+from shardwise.models.tasks.load_task import load_task
 from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES
-from shardwise.tasks.load_task import load_task
 from shardwise.units import unit_modules
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "ddp-or-fsdp.md"

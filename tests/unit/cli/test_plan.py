@@ -278,7 +278,7 @@ def test_ones_own_model_is_traced_and_planned(tmp_path: Path, capfd: pytest.Capt
     (tmp_path / "mine.py").write_text(
         "import torch\n"
         "from torch import nn\n"
-        "from shardwise.tasks import Task\n"
+        "from shardwise.models.tasks import Task\n"
         "def task():\n"
         "    return Task(model=nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)),\n"
         "                loss=lambda model, batch: model(batch).sum(), make_batch=lambda size: torch.ones(size, 8))\n"
@@ -330,7 +330,7 @@ def test_a_model_in_one_unit_is_told_with_the_way_out(tmp_path: Path, capfd: pyt
     (tmp_path / "mine.py").write_text(
         "import torch\n"
         "from torch import nn\n"
-        "from shardwise.tasks import Task\n"
+        "from shardwise.models.tasks import Task\n"
         "class Net(nn.Module):\n"
         "    def __init__(self):\n"
         "        super().__init__()\n"
@@ -570,7 +570,7 @@ def test_options_that_cannot_be_met_are_one_line(
 def test_a_task_says_its_tokens_per_sample(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "own.py"
     file.write_text(
-        "import torch\nfrom shardwise.tasks import Task\n"
+        "import torch\nfrom shardwise.models.tasks import Task\n"
         "def make():\n"
         "    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))\n"
         "    return Task(model=model, loss=lambda model, batch: model(batch).square().mean(),\n"

@@ -156,12 +156,12 @@ def test_newer_question_of_a_page_ends_the_older_one(service: PlanService, monke
 
 
 def test_lengths_that_laws_cover_need_no_other_trace(service: PlanService, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardwise.sources import Source
+    from shardwise.models.reference import Model
 
-    def traced(self: Source, ways: Any) -> None:
+    def traced(self: Model, ways: Any) -> None:
         raise AssertionError("a model was traced")
 
-    monkeypatch.setattr(Source, "_traced", traced)
+    monkeypatch.setattr(Model, "_traced", traced)
     for setting in ({"seq": "768"}, {"recompute": "selective"}, {"seq": "384", "recompute": "full"}):
         assert service.answer({**setting, "refined": "0"})["plan"]["candidates"]
 

@@ -110,7 +110,7 @@ OWN_READERS = {
     "recovery/generation.py": "data of snapshots, mapped into memory",
     "recovery/memory_folder.py": "a folder that this user alone can write",
     "report/page/html_document.py": "texts of this package",
-    "trace/ship_architectures.py": "its own text",
+    "models/specs/ship_architectures.py": "its own text",
     "train/memory_advice.py": "standard input, from the training",
     "vocabulary/lazy_names.py": "source code of this package",
 }

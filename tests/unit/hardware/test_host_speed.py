@@ -19,9 +19,9 @@ from shardwise.hardware.borrowed import host_factor, kernel_model_of
 from shardwise.hardware.calibration import Calibration, shipped_calibration
 from shardwise.hardware.host_speed import HostSpeed, engine_factor, read_host_speed, reference_host
 from shardwise.hardware.probe_host import probe_host, seconds_on_core
+from shardwise.models.reference import Model
 from shardwise.plan import Plan
 from shardwise.planner.time.step_time import TimeEstimate, estimate_time
-from shardwise.sources import Source
 
 
 def slower(times: float, *, share: float = 1.0) -> HostSpeed:
@@ -43,7 +43,7 @@ def step(host: HostSpeed | None, *, cluster: str = "1xh200", batch: int = 1) -> 
     """Of GPT-124M, which at one sample is bound by the CPU."""
     where = cluster_of(cluster)
     plan = Plan(strategy="fsdp", precision="bf16", micro_batch=batch)
-    spec = Source("gpt2-124m").spec_for(plan)
+    spec = Model("gpt2-124m").spec_for(plan)
     found = estimate_time(spec, plan=plan, cluster=replace(where, device=replace(where.device, host=host)))
     assert found is not None
     return found

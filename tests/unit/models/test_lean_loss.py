@@ -8,7 +8,7 @@ from torch import Tensor
 from shardwise.errors import InvalidModel
 from shardwise.models.lean_loss import lean_cross_entropy
 from shardwise.models.shapes import GPTShape
-from shardwise.tasks import cross_entropy, load_task, token_task
+from shardwise.models.tasks import cross_entropy, load_task, token_task
 
 SHAPE = GPTShape(num_layers=2, width=32, num_heads=2, vocab_size=97, max_seq=16)
 

@@ -28,7 +28,7 @@ def test_a_sample_that_is_too_long_is_refused(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", "vit-digits", "resnet-digits"])
 def test_the_first_loss_is_that_of_a_guess(name: str) -> None:
     """Fresh logits are small, so the loss starts near log(number of answers)."""
-    from shardwise.tasks import load_task
+    from shardwise.models.tasks import load_task
 
     torch.manual_seed(0)
     task = load_task(name)

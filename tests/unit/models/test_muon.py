@@ -9,8 +9,8 @@ from torch import nn
 from shardwise.errors import InvalidModel
 from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape
+from shardwise.models.tasks import cross_entropy
 from shardwise.spec.block_matrices import block_matrices, is_block_matrix
-from shardwise.tasks import cross_entropy
 from shardwise.train.config import InvalidConfig, TrainConfig
 from shardwise.train.config_sections import OptimizerSection
 from shardwise.train.optimizers import make_optimizer

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import InvalidModel
+from shardwise.models.specs.architecture import architecture_of
 from shardwise.models.transformers_model import config_of_folder
-from shardwise.spec.architecture import architecture_of
 
 pytest.importorskip("transformers")
 

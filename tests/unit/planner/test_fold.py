@@ -8,13 +8,13 @@ from planned_specs import spec_for
 
 from shardwise.errors import InvalidPlan
 from shardwise.hardware import cluster_of
+from shardwise.models.reference import Model
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.planner.fold import cut, shorten
 from shardwise.planner.job import Job
 from shardwise.planner.memory.peak import estimate, job_of
 from shardwise.planner.search.candidates import candidates, cost
-from shardwise.sources import Source
 from shardwise.spec.step import Run
 
 MODEL = "gpt2-1.5b"
@@ -111,7 +111,7 @@ def test_the_search_costs_a_plan_with_such_an_override() -> None:
     plan = replace(ONE, mesh=None)
     cluster = cluster_of("8xa100-40gb")
     (found,) = candidates(
-        Source(MODEL).spec_for, plan=plan, strategies=["fsdp"], cluster=cluster, optimizer="adamw", goal="throughput"
+        Model(MODEL).spec_for, plan=plan, strategies=["fsdp"], cluster=cluster, optimizer="adamw", goal="throughput"
     )
     assert found.fits == "yes"
     assert found.batch > 1

@@ -6,11 +6,11 @@ import pytest
 
 from shardwise.errors import InvalidPlan, UnknownName
 from shardwise.hardware import cluster_of
+from shardwise.models.reference import Model
 from shardwise.plan import Plan
 from shardwise.plan.limits import strategies_of
 from shardwise.planner.search.candidates import cost
 from shardwise.planner.systems import OWN, SYSTEMS, System, system_of
-from shardwise.sources import Source
 
 
 @pytest.mark.parametrize("system", SYSTEMS.values(), ids=SYSTEMS)
@@ -24,7 +24,7 @@ def test_a_system_has_a_source_and_strategies_of_its_engine(system: System) -> N
 
 def test_deepspeeds_bucket_counts_in_every_total() -> None:
     plan = Plan(strategy="zero2", precision="bf16", micro_batch=1)
-    spec, cluster = Source("gpt2-124m").spec_for(plan), cluster_of("8xa100-80gb")
+    spec, cluster = Model("gpt2-124m").spec_for(plan), cluster_of("8xa100-80gb")
     ours, theirs = (
         cost(spec, plan=plan, cluster=cluster, optimizer="adamw", system=system)
         for system in (OWN, system_of("deepspeed-zero2"))
@@ -43,7 +43,7 @@ def test_an_unknown_system_or_overlap_is_one_line() -> None:
 
 def test_expandable_segments_leave_fewer_gaps() -> None:
     plan = Plan(strategy="fsdp", precision="bf16", micro_batch=4, engine="torch")
-    spec, cluster = Source("gpt2-124m").spec_for(plan), cluster_of("8xa100-80gb")
+    spec, cluster = Model("gpt2-124m").spec_for(plan), cluster_of("8xa100-80gb")
     usual, titan = (
         cost(spec, plan=plan, cluster=cluster, optimizer="adamw", system=system_of(name)).memory
         for name in ("torch-fsdp", "torchtitan")
@@ -55,7 +55,7 @@ def test_expandable_segments_leave_fewer_gaps() -> None:
 
 def test_a_cluster_whose_segments_expand_is_predicted_alike() -> None:
     plan = Plan(strategy="fsdp", precision="bf16", micro_batch=4, engine="torch")
-    spec, cluster = Source("gpt2-124m").spec_for(plan), cluster_of("8xa100-80gb")
+    spec, cluster = Model("gpt2-124m").spec_for(plan), cluster_of("8xa100-80gb")
     expanding = replace(cluster, expands_segments=True)
     usual, found = (cost(spec, plan=plan, cluster=one, optimizer="adamw").memory for one in (cluster, expanding))
     titan = cost(spec, plan=plan, cluster=cluster, optimizer="adamw", system=system_of("torchtitan")).memory
@@ -68,7 +68,7 @@ def test_without_ddp_gradients_exist_from_backward_to_the_update(batch: int, rec
     plan = Plan(
         strategy="ddp", precision="fp32", micro_batch=batch, engine="torch", recompute=recompute, accumulate=accumulate
     )
-    spec, cluster = Source("gpt2-124m").spec_for(plan), cluster_of("1xa100-80gb")
+    spec, cluster = Model("gpt2-124m").spec_for(plan), cluster_of("1xa100-80gb")
     wrapped, plain = (
         cost(spec, plan=plan, cluster=cluster, optimizer="adamw", system=system, quick=True).memory
         for system in (OWN, system_of("torch"))

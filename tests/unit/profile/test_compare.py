@@ -7,12 +7,12 @@ import pytest
 from rich.console import Console
 
 from shardwise.errors import ShardwiseError
+from shardwise.models.reference import Model
 from shardwise.plan import Plan
 from shardwise.profile.compare import DoesNotFit, Profile, predict, profile
 from shardwise.profile.memory_ledger import LedgerEntry, MemoryLedger
 from shardwise.profile.rehearsal import Measured, Rehearsal, RehearsalFailed, rehearse_apart
 from shardwise.report.text.profile_table import as_data, as_table
-from shardwise.sources import Source
 from shardwise.vocabulary.categories import CATEGORIES
 
 # As on a GPU: specs of the catalogue come with the package, so that nothing has to be traced.
@@ -20,8 +20,8 @@ JOB = Rehearsal(model="gpt2-124m", plan=Plan(precision="bf16"), num_ranks=8, dev
 
 
 @pytest.fixture(scope="module")
-def source() -> Source:
-    return Source("gpt2-124m")
+def source() -> Model:
+    return Model("gpt2-124m")
 
 
 def entry(label: str, num_bytes: int) -> LedgerEntry:
@@ -35,7 +35,7 @@ def measured(entries: Sequence[LedgerEntry]) -> Measured:
     )
 
 
-def test_the_rows_of_a_step_are_those_of_every_unit_and_the_highest_is_the_peak(source: Source) -> None:
+def test_the_rows_of_a_step_are_those_of_every_unit_and_the_highest_is_the_peak(source: Model) -> None:
     found = predict(JOB, spec_for=source.spec_for)
     # 12 blocks and the root, of which the planner itself replays a few; and the update.
     assert len(found.entries) == 13 * 4 + 2
@@ -45,7 +45,7 @@ def test_the_rows_of_a_step_are_those_of_every_unit_and_the_highest_is_the_peak(
     assert 0 <= found.memory.allocated_bytes - highest.total_bytes < 12 * 2**20
 
 
-def test_rows_that_were_not_seen_count_with_the_row_before(source: Source) -> None:
+def test_rows_that_were_not_seen_count_with_the_row_before(source: Model) -> None:
     predicted = predict(JOB, spec_for=source.spec_for)
     seen = [one for one in predicted.entries if not one.at.startswith("grads ready")]
     found = Profile(rehearsal=JOB, predicted=predicted, measured=measured(seen))
@@ -58,7 +58,7 @@ def test_rows_that_were_not_seen_count_with_the_row_before(source: Source) -> No
 
 
 @pytest.mark.parametrize("counted", [None, 5_000_000])
-def test_categories_add_up_to_the_peak_in_the_table_and_in_json(source: Source, counted: int | None) -> None:
+def test_categories_add_up_to_the_peak_in_the_table_and_in_json(source: Model, counted: int | None) -> None:
     """Measured and predicted; also where a GPU counted more than the recording saw."""
     predicted = predict(JOB, spec_for=source.spec_for)
     seen = measured(predicted.entries)
@@ -79,7 +79,7 @@ def test_categories_add_up_to_the_peak_in_the_table_and_in_json(source: Source, 
         assert sum(parts) == pytest.approx(peak, abs=0.05 * 8)
 
 
-def test_what_does_not_fit_is_not_run_and_the_rest_is(source: Source) -> None:
+def test_what_does_not_fit_is_not_run_and_the_rest_is(source: Model) -> None:
     strategies = ("ddp", "fsdp")
     jobs = [Rehearsal(model=JOB.model, plan=Plan(strategy=name), num_ranks=64, device="cuda") for name in strategies]
     needs = [predict(job, spec_for=source.spec_for).memory.device_bytes for job in jobs]
@@ -97,7 +97,7 @@ def test_what_does_not_fit_is_not_run_and_the_rest_is(source: Source) -> None:
     assert found[1].error is not None
 
 
-def test_a_model_that_does_not_fit_names_what_would(source: Source) -> None:
+def test_a_model_that_does_not_fit_names_what_would(source: Model) -> None:
     job = Rehearsal(model=JOB.model, plan=Plan(strategy="ddp"), num_ranks=2, batch=1, device="cuda")
     needed = predict(job, spec_for=source.spec_for).memory.device_bytes
     with pytest.raises(DoesNotFit, match=r"under ddp on 2 ranks needs .* GiB on each; .*: --strategy \w+.* fits \("):

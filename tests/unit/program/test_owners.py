@@ -9,6 +9,7 @@ from planned_specs import spec_for
 
 from shardwise.errors import InvalidPlan
 from shardwise.hardware import cluster_of
+from shardwise.models.specs.shipped import ready_spec
 from shardwise.plan import Plan
 from shardwise.plan.patterns import short_patterns
 from shardwise.planner.memory.peak import job_of
@@ -17,7 +18,6 @@ from shardwise.planner.traffic import sent_bytes
 from shardwise.program import Kind, build
 from shardwise.program.owners import assign_owners
 from shardwise.spec import ROOT
-from shardwise.spec.shipped import ready_spec
 
 SPEC = spec_for("gpt2-124m")
 MATRICES = ("blocks.*.weight",)

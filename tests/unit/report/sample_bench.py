@@ -5,6 +5,7 @@ from shardwise.bench.results import Bench, Equivalence
 from shardwise.bench.spread import Spread
 from shardwise.bench.tape_spans import Happening
 from shardwise.hardware import cluster_of
+from shardwise.models.reference import Model
 from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.memory.peak import estimate, job_of
@@ -13,7 +14,6 @@ from shardwise.planner.search.candidates import cost
 from shardwise.planner.time.step_time import timeline
 from shardwise.profile.memory_ledger import LedgerEntry, MemoryLedger
 from shardwise.program import build
-from shardwise.sources import Source
 from shardwise.vocabulary.categories import CATEGORIES
 
 NUM_RANKS = 4
@@ -45,7 +45,7 @@ def sample_bench(*, name: str = "gpt-tiny", num_ranks: int = NUM_RANKS) -> Bench
 
 def sample_case(engine: str, strategy: str, *, num_ranks: int = NUM_RANKS) -> CaseResult:
     plan = Plan(strategy=strategy, engine=engine, micro_batch=MICRO_BATCH)
-    spec = Source("gpt-tiny", seq=64).spec_for(plan)
+    spec = Model("gpt-tiny", seq=64).spec_for(plan)
     memory = estimate(spec, plan=plan, num_ranks=num_ranks, batch=MICRO_BATCH, optimizer="adamw-loop", device="cpu")
     job = job_of(spec, plan=plan, num_ranks=num_ranks, optimizer="adamw-loop", device="cpu").cut(2**62)
     found = row_peaks(job.memory_rows, at_rest=job.at_rest, batch=MICRO_BATCH)

@@ -6,13 +6,13 @@ import pytest
 from whole import in_turn
 
 from shardwise.errors import InvalidModel
+from shardwise.models.reference import Model
+from shardwise.models.tasks import cross_entropy, load_task
 from shardwise.plan import Plan
 from shardwise.planner.memory.peak import estimate
-from shardwise.sources import Source
 from shardwise.spec import ROOT
 from shardwise.spec.losses import LOSSES, USUAL, with_loss
 from shardwise.spec.step import StepTrace, Stream
-from shardwise.tasks import cross_entropy, load_task
 from shardwise.trace.observe import Way
 from shardwise.trace.trace import trace_model
 
@@ -46,7 +46,7 @@ def _as_told(trace: StepTrace) -> list[object]:
 def test_losses_differ_by_copies_of_the_logits(precision: str) -> None:
     plan = Plan(strategy="fsdp", precision=precision, micro_batch=16, recompute="full")
     peaks = {
-        loss: estimate(Source("gpt2-124m", loss=loss).spec_for(plan), plan=plan, num_ranks=8, batch=16, quick=True)
+        loss: estimate(Model("gpt2-124m", loss=loss).spec_for(plan), plan=plan, num_ranks=8, batch=16, quick=True)
         for loss in LOSSES
     }
     found = {loss: peak.allocated_bytes for loss, peak in peaks.items()}
@@ -60,7 +60,7 @@ def test_losses_differ_by_copies_of_the_logits(precision: str) -> None:
 
 
 def test_another_loss_of_a_model_without_logits_is_one_line() -> None:
-    spec = Source("gpt2-124m").spec_for(Plan(strategy="ddp", precision="bf16"))
+    spec = Model("gpt2-124m").spec_for(Plan(strategy="ddp", precision="bf16"))
     (trace,) = spec.traces
     rows = tuple(replace(row, stream=Stream()) for row in trace.rows)
     with pytest.raises(InvalidModel, match="--loss kept: .* does not end in a cross-entropy"):

@@ -13,12 +13,12 @@ from whole import whole
 from shardwise.errors import InvalidModel
 from shardwise.models.llama import Llama
 from shardwise.models.shapes import GPTShape, LlamaShape
+from shardwise.models.specs.ship import make_ready_spec
+from shardwise.models.specs.shipped import ready_spec
+from shardwise.models.tasks import Task, cross_entropy, cross_entropy_of_tokens, token_task
 from shardwise.spec import ROOT, ModelSpec
-from shardwise.spec.shipped import ready_spec
 from shardwise.spec.step import Act, StepTrace, What
-from shardwise.tasks import Task, cross_entropy, cross_entropy_of_tokens, token_task
 from shardwise.trace.observe import Way
-from shardwise.trace.ship import make_ready_spec
 from shardwise.trace.trace import trace_model
 
 GPT = GPTShape(num_layers=6, width=64, num_heads=4, vocab_size=256, max_seq=32)
@@ -326,8 +326,8 @@ def test_laws_in_the_length_hold_for_other_lengths() -> None:
 
 def test_products_of_experts_are_counted_by_the_tokens_that_each_gets() -> None:
     transformers = pytest.importorskip("transformers")
+    from shardwise.models.tasks.transformers_task import task_of_model
     from shardwise.models.transformers_model import model_of_config
-    from shardwise.tasks.transformers_task import task_of_model
 
     config = transformers.AutoConfig.for_model(
         "qwen3_moe", hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=1,

@@ -11,15 +11,15 @@ from torch import nn
 from torch.torch_version import TorchVersion
 from whole import whole
 
+from shardwise.models.reference import Model
 from shardwise.models.shapes import LlamaShape
+from shardwise.models.specs.traced import trace_task
+from shardwise.models.tasks import token_task
 from shardwise.plan import Plan
 from shardwise.planner.memory.peak import estimate
 from shardwise.planner.ways import fp8_traces, fp8_way
 from shardwise.program.fp8_layers import fp8_weight_names
-from shardwise.sources import Source
 from shardwise.spec.step import GATHERED, ROWWISE, TENSORWISE
-from shardwise.tasks import token_task
-from shardwise.trace import trace_task
 from shardwise.trace.fp8 import fp8_layers
 from shardwise.units import model_spec
 
@@ -59,7 +59,7 @@ def test_compiled_units_in_fp8_take_what_was_measured(
     case: str, model: str, seq: int, batch: int, capture: str, recipe: str
 ) -> None:
     plan = Plan(precision="fp8", fp8_recipe=recipe, compile="inductor", capture=capture)
-    found = estimate(Source(model, seq=seq).spec_for(plan), plan=plan, num_ranks=8, batch=batch)
+    found = estimate(Model(model, seq=seq).spec_for(plan), plan=plan, num_ranks=8, batch=batch)
     expected = measured_on_an_h200(case, recipe) - CASTS_AGAIN * NOT_SAVED.get((model, recipe), 0)
     assert found.allocated_bytes == pytest.approx(expected, rel=0.003)
 

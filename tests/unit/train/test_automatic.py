@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from shardwise.errors import InvalidPlan
+from shardwise.models.tasks import Task
 from shardwise.plan import Plan
 from shardwise.planner.search.request import NoPlanFits
-from shardwise.tasks import Task
 from shardwise.train.automatic import job_cluster, smaller_plan
 
 

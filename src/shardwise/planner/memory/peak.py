@@ -16,7 +16,6 @@ from shardwise.planner.memory.constants import (
     DEFAULT_CONTEXT_BYTES,
     FIRST_COMMUNICATOR_BYTES,
     KERNEL_BYTES,
-    RULES,
 )
 from shardwise.planner.memory.reserved import reserve
 from shardwise.planner.memory.states import optimizer_of
@@ -67,21 +66,34 @@ def estimate(
     batch: int,
     optimizer: str = "adamw-fused",
     device: str = "cuda",
+    communicator_bytes: int | None = None,
+    made_on_device: bool = False,
+    quick: bool = False,
+) -> MemoryEstimate:
+    """Return the memory of a step of `plan` on one of `num_ranks` ranks: `estimate_job` for a single question."""
+    job = job_of(spec, plan=plan, num_ranks=num_ranks, optimizer=optimizer, device=device)
+    return estimate_job(
+        job, batch=batch, communicator_bytes=communicator_bytes, made_on_device=made_on_device, quick=quick
+    )
+
+
+def estimate_job(
+    job: Job,
+    *,
+    batch: int,
     context_bytes: int | None = None,
     communicator_bytes: int | None = None,
     limit_bytes: int | None = None,
     made_on_device: bool = False,
-    is_wrapped: bool = True,
     expands: bool = False,
     quick: bool = False,
 ) -> MemoryEstimate:
-    """Return the memory of a step of `plan` on one of `num_ranks` ranks, with `batch` samples per rank per pass.
+    """Return the memory of a step on one rank, with `batch` samples per rank per pass.
 
     limit_bytes      memory of the device: the allocator gives back free segments before it exceeds this, except for
                      captured steps
     made_on_device   the model was created on the device before it was prepared, not on the meta device or the host;
                      steps reuse the memory that this left reserved
-    is_wrapped       False: an ordinary loop on one device, without DDP (plans of torch's engine under ddp)
     expands          the caching allocator has expandable segments
     quick            skip the model of the caching allocator: reserved is taken to be allocated
 
@@ -89,14 +101,13 @@ def estimate(
     """
     if batch < 1:
         raise InvalidPlan(f"micro_batch = {batch}: must be a whole number of at least 1")
-    job = job_of(spec, plan=plan, num_ranks=num_ranks, optimizer=optimizer, device=device, is_wrapped=is_wrapped)
     peak = job.replayed.peak(batch)
     breakdown = peak.breakdown(batch)
-    outside = _outside(job, device=device, context=context_bytes, communicator=communicator_bytes)
+    outside = _outside(job, context=context_bytes, communicator=communicator_bytes)
     reserved = 0
-    if not quick and device != "cpu":
+    if not quick and job.device != "cpu":
         # During capture the allocator cannot give back segments.
-        left = None if limit_bytes is None or plan.captures else limit_bytes - outside
+        left = None if limit_bytes is None or job.plan.captures else limit_bytes - outside
         found = reserve(job, batch=batch, limit_bytes=left, made_on_device=made_on_device, expands=expands)
         breakdown["other"] += found.slack_bytes
         reserved = found.reserved_bytes
@@ -109,13 +120,16 @@ def estimate(
         breakdown_bytes=breakdown,
         peak_at=peak.label,
         at_rest_bytes=sum(line.at(batch) for line in job.at_rest),
-        activations_known=bool(spec.traces),
+        activations_known=bool(job.spec.traces),
         host_bytes=job.host_line.at(batch),
     )
 
 
 def job_of(spec: ModelSpec, *, plan: Plan, num_ranks: int, optimizer: str, device: str, is_wrapped: bool = True) -> Job:
-    """Return the job of a plan for every batch; plans that differ in nothing but the batch have the same job."""
+    """Return the job of a plan for every batch; plans that differ in nothing but the batch have the same job.
+
+    `is_wrapped`: False for an ordinary loop on one device, without DDP (plans of torch's engine under ddp).
+    """
     known, key = _jobs(spec, optimizer, device), (_without_batch(plan), num_ranks, is_wrapped)
     if key not in known:
         mesh, rule = plan.mesh or Mesh(shard=num_ranks), optimizer_of(optimizer)
@@ -128,8 +142,8 @@ def job_of(spec: ModelSpec, *, plan: Plan, num_ranks: int, optimizer: str, devic
             short=shorten(spec, plan=plan, runs=traces["none"].runs if traces else ()),
             traces=traces,
             fp8_traces=_fp8_traces(spec, plan=plan),
-            optimizer=rule,
-            rules=RULES[device],
+            optimizer_name=optimizer,
+            device=device,
             is_wrapped=is_wrapped,
             known_peaks=_known_peaks(spec, device, engine_model_of(plan).grads_leave_at_once),
         )
@@ -151,9 +165,9 @@ def _known_peaks(spec: ModelSpec, device: str, grads_leave_at_once: bool) -> dic
     return {}
 
 
-def _outside(job: Job, *, device: str, context: int | None, communicator: int | None) -> int:
+def _outside(job: Job, *, context: int | None, communicator: int | None) -> int:
     """Return the bytes of a process outside the allocator."""
-    if device == "cpu":
+    if job.device == "cpu":
         return 0
     process = (DEFAULT_CONTEXT_BYTES if context is None else context) + KERNEL_BYTES
     if not job.is_wrapped:

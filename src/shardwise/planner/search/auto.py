@@ -85,8 +85,8 @@ def _recomputes_units(plan: Plan) -> bool:
 def costs_of(spec_for: SpecFor, *, request: AutoRequest) -> DialCosts:
     """Return the costs of dials, which serve any budget."""
     plan = _given(request)
-    for recompute in request.recomputes if may_recompute(plan) else ("none",):
-        spec = spec_for(replace(plan, recompute=recompute))
+    recomputes = request.recomputes if may_recompute(plan) else ("none",)
+    spec = spec_for(*(replace(plan, recompute=recompute) for recompute in recomputes))
     if request.plan.compile == AUTO and not turned_units(spec):
         plan = replace(plan, compile="none")
     return DialCosts(spec=spec, base=plan, cluster=request.cluster, optimizer=request.optimizer)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import log2
+from typing import Protocol
 
 from shardwise.hardware import Cluster
 from shardwise.plan import Plan
@@ -10,19 +11,23 @@ from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import SHARDED, STRATEGIES
 from shardwise.planner.engine_model import engine_model_of
 from shardwise.planner.fp8_devices import check_planned_fp8
-from shardwise.planner.memory.peak import MemoryEstimate, estimate, job_of
+from shardwise.planner.job import Job
+from shardwise.planner.memory.peak import MemoryEstimate, estimate_job
 from shardwise.planner.search.micro_batches import MicroBatches, largest_fitting, micro_batches_of
 from shardwise.planner.systems import OWN, System
 from shardwise.planner.time.band import TimeBand, time_band
 from shardwise.planner.time.fabric_range import over_slower_fabric
-from shardwise.planner.time.step_time import TimeEstimate, estimate_time
+from shardwise.planner.time.step_time import TimeEstimate, job_on, time_job
 from shardwise.planner.traffic import sent_bytes
 from shardwise.spec import ModelSpec
 from shardwise.vocabulary.html_table import html_table
 from shardwise.vocabulary.quantities import bytes_text
 
-SpecFor = Callable[[Plan], ModelSpec]
-"""Returns the spec with the traces that a plan needs; may trace the model."""
+
+class SpecFor(Protocol):
+    """Returns the spec with the traces that plans need; may trace the model."""
+
+    def __call__(self, *plans: Plan) -> ModelSpec: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,64 +112,52 @@ def cost(
     `system`: the one that runs the plan, with the time and the memory that it adds.
     """
     check_planned_fp8(spec, plan=plan, device=cluster.device)
-    memory = _memory(spec, plan=plan, cluster=cluster, optimizer=optimizer, quick=True, system=system)
-    if not quick and _fits(memory, plan=plan, cluster=cluster) != "no":
+    assert plan.micro_batch is not None
+    job = _job(spec, plan=plan, cluster=cluster, optimizer=optimizer, system=system)
+    batch = plan.micro_batch
+    memory = _memory(job, batch=batch, cluster=cluster, quick=True, system=system)
+    if not quick and _fits(memory, job=job, cluster=cluster) != "no":
         # If its tensors alone do not fit, the allocator's model need not be run.
-        memory = _memory(spec, plan=plan, cluster=cluster, optimizer=optimizer, system=system)
-    job = job_of(spec, plan=plan, num_ranks=cluster.num_ranks, optimizer=optimizer, device=cluster.device.torch_type)
-    how = {"plan": plan, "cluster": cluster, "optimizer": optimizer, "system": system}
+        memory = _memory(job, batch=batch, cluster=cluster, quick=False, system=system)
     return Candidate(
         plan=plan,
         cluster=cluster,
         memory=memory,
-        time=estimate_time(spec, **how),  # type: ignore[arg-type]
-        fits=_fits(memory, plan=plan, cluster=cluster),
+        time=time_job(job, batch=batch, cluster=cluster, system=system),
+        fits=_fits(memory, job=job, cluster=cluster),
         seq=spec.seq,
         sent_bytes=sent_bytes(job),
         system=system,
-        slow_seconds=None if quick else over_slower_fabric(spec, **how),  # type: ignore[arg-type]
+        slow_seconds=None if quick else over_slower_fabric(job, batch=batch, cluster=cluster, system=system),
     )
 
 
-def _memory(
-    spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, quick: bool = False, system: System = OWN
-) -> MemoryEstimate:
-    capacity, added = capacity_bytes(cluster), system.added_bytes(spec, strategy=plan.strategy)
-    limit = round(capacity / (1 + engine_model_of(plan).error_band)) - added if capacity is not None else None
+def _job(spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, system: System) -> Job:
     system.check_ranks(cluster.num_ranks)
+    return job_on(spec, plan=plan, cluster=cluster, optimizer=optimizer, is_wrapped=system.is_wrapped)
+
+
+def _memory(job: Job, *, batch: int, cluster: Cluster, quick: bool, system: System) -> MemoryEstimate:
+    capacity, added = capacity_bytes(cluster), system.added_bytes(job.spec, strategy=job.plan.strategy)
+    limit = round(capacity / (1 + job.engine.error_band)) - added if capacity is not None else None
     found = cluster_memory(
-        spec, plan=plan, cluster=cluster, optimizer=optimizer, limit_bytes=limit, is_wrapped=system.is_wrapped,
-        expands=system.is_expandable, quick=quick,
-    )  # fmt: skip
+        job, batch=batch, cluster=cluster, limit_bytes=limit, expands=system.is_expandable, quick=quick
+    )
     return found.plus(added) if added else found
 
 
 def cluster_memory(
-    spec: ModelSpec,
-    *,
-    plan: Plan,
-    cluster: Cluster,
-    optimizer: str,
-    limit_bytes: int | None,
-    quick: bool,
-    is_wrapped: bool = True,
-    expands: bool = False,
+    job: Job, *, batch: int, cluster: Cluster, limit_bytes: int | None, quick: bool, expands: bool = False
 ) -> MemoryEstimate:
-    """Return the memory of a plan, whose micro-batch is set, on a cluster (peak.estimate)."""
+    """Return the memory of a job on a cluster (peak.estimate_job)."""
     device = cluster.device
-    assert plan.micro_batch is not None
-    return estimate(
-        spec,
-        plan=plan,
-        num_ranks=cluster.num_ranks,
-        batch=plan.micro_batch,
-        optimizer=optimizer,
-        device=device.torch_type,
+    return estimate_job(
+        job,
+        batch=batch,
         context_bytes=device.context_bytes.value if device.context_bytes else None,
         communicator_bytes=device.communicator_bytes.value if device.communicator_bytes else None,
         limit_bytes=limit_bytes,
-        is_wrapped=is_wrapped,
-        expands=expands or (cluster.expands_segments and not plan.may_have_pools),
+        expands=expands or (cluster.expands_segments and not job.plan.may_have_pools),
         quick=quick,
     )
 
@@ -174,13 +167,13 @@ def fits_host(rank_bytes: int, *, cluster: Cluster) -> bool:
     return cluster.host_bytes is None or rank_bytes * cluster.devices_per_node <= cluster.host_bytes
 
 
-def _fits(memory: MemoryEstimate, *, plan: Plan, cluster: Cluster) -> str:
+def _fits(memory: MemoryEstimate, *, job: Job, cluster: Cluster) -> str:
     capacity, device_bytes = capacity_bytes(cluster), memory.device_bytes
     if not fits_host(memory.host_bytes, cluster=cluster):
         return "no"
     if capacity is None:
         return "unknown"
-    if device_bytes * (1 + engine_model_of(plan).error_band) <= capacity:
+    if device_bytes * (1 + job.engine.error_band) <= capacity:
         return "yes"
     return "tight" if device_bytes <= capacity else "no"
 
@@ -195,10 +188,11 @@ def largest_batch(
     if capacity_bytes(cluster) is None or not spec.traces:
         return 1
 
+    job = _job(spec, plan=plan, cluster=cluster, optimizer=optimizer, system=system)
+
     def fits(batch: int, *, quick: bool) -> bool:
-        sized = replace(plan, micro_batch=batch)
-        memory = _memory(spec, plan=sized, cluster=cluster, optimizer=optimizer, quick=quick, system=system)
-        return _fits(memory, plan=plan, cluster=cluster) == "yes"
+        memory = _memory(job, batch=batch, cluster=cluster, quick=quick, system=system)
+        return _fits(memory, job=job, cluster=cluster) == "yes"
 
     batch = largest_fitting(lambda batch: fits(batch, quick=True))
     return batch if batch == 1 or quick else _refined(batch, fits=lambda batch: fits(batch, quick=False))
@@ -296,14 +290,12 @@ def _largest_divisor(
 ) -> int:
     """Return the largest micro-batch that divides a rank's samples and fits, or else the smallest."""
     for batch in reversed(batches.allowed()):
-        chosen = replace(plan, micro_batch=batch, accumulate=batches.accumulate(batch))
+        chosen = replace(plan, accumulate=batches.accumulate(batch))
+        job = _job(spec, plan=chosen, cluster=cluster, optimizer=optimizer, system=system)
         # If its tensors alone do not fit, the allocator's model need not be run.
         looks = (True,) if quick else (True, False)
-        peaks = (
-            _memory(spec, plan=chosen, cluster=cluster, optimizer=optimizer, quick=look, system=system)
-            for look in looks
-        )
-        if all(_fits(peak, plan=plan, cluster=cluster) in ("yes", "unknown") for peak in peaks):
+        peaks = (_memory(job, batch=batch, cluster=cluster, quick=look, system=system) for look in looks)
+        if all(_fits(peak, job=job, cluster=cluster) in ("yes", "unknown") for peak in peaks):
             return batch
     return batches.allowed()[0]
 

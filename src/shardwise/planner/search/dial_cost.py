@@ -10,9 +10,10 @@ from math import inf
 from shardwise.hardware import Cluster
 from shardwise.plan import Plan
 from shardwise.planner.engine_model import engine_model_of
+from shardwise.planner.job import Job
 from shardwise.planner.search.candidates import cluster_memory, fits_host
 from shardwise.planner.search.dial import Choice, Dial, equal_units, plan_of, turned_units
-from shardwise.planner.time.step_time import estimate_time
+from shardwise.planner.time.step_time import job_on, time_job
 from shardwise.spec import ModelSpec
 
 
@@ -53,6 +54,9 @@ class DialCosts:
             self._plans[key] = plan_of(key, names=self.names, base=self.base)
         return replace(self._plans[key], micro_batch=dial.batch)
 
+    def _job(self, dial: Dial) -> Job:
+        return job_on(self.spec, plan=self.plan(dial), cluster=self.cluster, optimizer=self.optimizer)
+
     def tensor_bytes(self, dial: Dial) -> int:
         """Return the bytes on the device without the allocator's model. Later passes hold what the second holds."""
         if dial not in self._bytes:
@@ -66,14 +70,8 @@ class DialCosts:
         return self._device_bytes(dial, limit_bytes=limit, quick=False)
 
     def _device_bytes(self, dial: Dial, *, limit_bytes: int | None, quick: bool) -> int:
-        found = cluster_memory(
-            self.spec,
-            plan=self.plan(dial),
-            cluster=self.cluster,
-            optimizer=self.optimizer,
-            limit_bytes=limit_bytes,
-            quick=quick,
-        )
+        job, cluster = self._job(dial), self.cluster
+        found = cluster_memory(job, batch=dial.batch, cluster=cluster, limit_bytes=limit_bytes, quick=quick)
         self._host[dial] = found.host_bytes
         return found.device_bytes
 
@@ -100,7 +98,7 @@ class DialCosts:
             # Each further pass takes as long as the middle one of three.
             two, three = (self.step_seconds(replace(dial, accumulate=passes)) for passes in (2, 3))
             return three + (dial.accumulate - 3) * (three - two)
-        time = estimate_time(self.spec, plan=self.plan(dial), cluster=self.cluster, optimizer=self.optimizer)
+        time = time_job(self._job(dial), batch=dial.batch, cluster=self.cluster)
         assert time is not None
         return time.step_seconds
 

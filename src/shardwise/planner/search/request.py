@@ -16,6 +16,8 @@ from shardwise.planner.search.dial import ACTIVATIONS, STATES, Choice
 from shardwise.planner.search.dial_cost import DialCosts
 from shardwise.planner.search.micro_batches import MicroBatches, micro_batches_of
 
+MOST_TIMES = 1024
+"""The most devices that are tried where nothing fits, as a multiple of those that were asked for."""
 RECOMPUTES = ("none", "selective", "full")
 # The row whose units may be in host memory, and what of them may.
 HOST_ROW = "fsdp"

@@ -10,10 +10,7 @@ from shardwise.plan.limits import LIMITS, strategies_of
 from shardwise.plan.mesh import Mesh
 from shardwise.planner.search.auto import solve_plan
 from shardwise.planner.search.candidates import Candidate, SpecFor, cost, largest_batch
-from shardwise.planner.search.request import AutoRequest, NoPlanFits
-
-MOST_TIMES = 1024
-"""The most devices that are tried, as a multiple of those that were asked for."""
+from shardwise.planner.search.request import MOST_TIMES, AutoRequest, NoPlanFits
 
 PER_NODE = 8
 """Devices of a rented machine; fewer are rented as 1, 2 or 4 of them."""

@@ -8,10 +8,9 @@ from dataclasses import replace
 
 from shardwise.hardware import Cluster, Fabric
 from shardwise.hardware.sourced import Sourced
-from shardwise.plan import Plan
+from shardwise.planner.job import Job
 from shardwise.planner.systems import System
-from shardwise.planner.time.step_time import estimate_time
-from shardwise.spec import ModelSpec
+from shardwise.planner.time.step_time import time_job
 
 LEAST_SHARE = 0.25
 """The slowest fabric that an assumed one stands for, as a share of it."""
@@ -22,24 +21,20 @@ _UNLIMITED = 1e3
 _ROUNDS = 12
 
 
-def over_slower_fabric(
-    spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, system: System
-) -> float | None:
+def over_slower_fabric(job: Job, *, batch: int, cluster: Cluster, system: System) -> float | None:
     """Return the seconds of a step over the slowest fabric that the assumed one stands for; None if it is known."""
     if not cluster.assumes_fabric:
         return None
-    return _seconds(LEAST_SHARE, spec, plan=plan, cluster=cluster, optimizer=optimizer, system=system)
+    return _seconds(LEAST_SHARE, job, batch=batch, cluster=cluster, system=system)
 
 
-def needed_bytes_per_s(
-    spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, system: System
-) -> float | None:
+def needed_bytes_per_s(job: Job, *, batch: int, cluster: Cluster, system: System) -> float | None:
     """Return the bandwidth of a node below which communication bounds a step; None if there is no such limit."""
     if cluster.fabric is None:
         return None
 
     def seconds(share: float) -> float | None:
-        return _seconds(share, spec, plan=plan, cluster=cluster, optimizer=optimizer, system=system)
+        return _seconds(share, job, batch=batch, cluster=cluster, system=system)
 
     least = seconds(_UNLIMITED)
     if least is None:
@@ -56,12 +51,10 @@ def needed_bytes_per_s(
     return high * cluster.fabric.bytes_per_s
 
 
-def _seconds(
-    share: float, spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, system: System
-) -> float | None:
+def _seconds(share: float, job: Job, *, batch: int, cluster: Cluster, system: System) -> float | None:
     assert cluster.fabric is not None
     scaled = replace(cluster, fabric=_scaled(cluster.fabric, share=share))
-    found = estimate_time(spec, plan=plan, cluster=scaled, optimizer=optimizer, system=system)
+    found = time_job(job, batch=batch, cluster=scaled, system=system)
     return found.step_seconds if found is not None else None
 
 

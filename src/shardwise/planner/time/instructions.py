@@ -30,7 +30,7 @@ class Schedule:
     update: tuple[Instruction, ...]
 
 
-def schedule_of(job: Job, *, cluster: Cluster, optimizer: str, clips: bool = False, overlap: str = "all") -> Schedule:
+def schedule_of(job: Job, *, cluster: Cluster, clips: bool = False, overlap: str = "all") -> Schedule:
     """Return the schedule of a job, whose model may be shortened; `clips`: clip the gradients by their norm.
 
     `overlap`: the communication that runs during computation (systems.py).
@@ -39,7 +39,7 @@ def schedule_of(job: Job, *, cluster: Cluster, optimizer: str, clips: bool = Fal
         job=job,
         cluster=cluster,
         rings=rings_of(job.mesh, cluster=cluster),
-        optimizer=optimizer,
+        optimizer=job.optimizer_name,
         clips=clips,
         overlap=overlap,
         sizes=sizes_of(job.spec, plan=job.plan),

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from shardwise.hardware import Device
-from shardwise.hardware.fit import ISSUED_BY_ITSELF
+from shardwise.hardware.issue_times import ISSUED_BY_ITSELF
 from shardwise.planner.job import Job
 from shardwise.planner.time.compute import num_recomputed, stream_seconds
 from shardwise.planner.time.fp8_products import NO_FP8, Fp8Weights, fp8_weights

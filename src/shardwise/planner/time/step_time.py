@@ -70,29 +70,40 @@ def why_not_timed(spec: ModelSpec, *, plan: Plan, cluster: Cluster) -> str | Non
     return None
 
 
+def job_on(spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, is_wrapped: bool = True) -> Job:
+    """Return the job of a plan on all devices of a cluster."""
+    device = cluster.device.torch_type
+    return job_of(
+        spec, plan=plan, num_ranks=cluster.num_ranks, optimizer=optimizer, device=device, is_wrapped=is_wrapped
+    )
+
+
 def estimate_time(
-    spec: ModelSpec,
-    *,
-    plan: Plan,
-    cluster: Cluster,
-    optimizer: str = "adamw",
-    clips: bool = False,
-    system: System = OWN,
+    spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str = "adamw", clips: bool = False
 ) -> TimeEstimate | None:
-    """Return the time of a step of `plan`, whose micro-batch is set; None where `why_not_timed` gives a reason.
+    """Return the time of a step of `plan`, whose micro-batch is set: `time_job` for a single question."""
+    assert plan.micro_batch is not None
+    job = job_on(spec, plan=plan, cluster=cluster, optimizer=optimizer)
+    return time_job(job, batch=plan.micro_batch, cluster=cluster, clips=clips)
+
+
+def time_job(
+    job: Job, *, batch: int, cluster: Cluster, clips: bool = False, system: System = OWN
+) -> TimeEstimate | None:
+    """Return the time of a step; None where `why_not_timed` gives a reason.
 
     `clips`: the step also clips the gradients by their norm.
     `system`: the one that runs the strategy, if it adds something to what the plan's engine does.
     """
-    assert plan.micro_batch is not None
+    spec, plan = job.spec, job.plan
     if why_not_timed(spec, plan=plan, cluster=cluster) is not None:
         return None
-    prepared = _prepare(spec, plan=plan, cluster=cluster, optimizer=optimizer, clips=clips, overlap=system.overlap)
-    queues, alone, cpu_seconds = _steady(prepared, batch=plan.micro_batch)
+    prepared = _prepare(job, cluster=cluster, clips=clips, overlap=system.overlap)
+    queues, alone, cpu_seconds = _steady(prepared, batch=batch)
     alone += sum(len(unit.params) for unit in spec.units) * system.tensor_seconds.get(plan.strategy, 0.0)
     waited = straggler_seconds(alone, rings=prepared.rings, cluster=cluster, gathers=prepared.job.gathers)
     step_seconds = alone + waited
-    samples = plan.micro_batch * plan.accumulate
+    samples = batch * plan.accumulate
     return TimeEstimate(
         step_seconds=step_seconds,
         samples_per_s=samples * cluster.num_ranks / step_seconds,
@@ -110,7 +121,8 @@ def timeline(
 ) -> list[Span]:
     """Return the spans of each queue in one step, from its beginning."""
     assert plan.micro_batch is not None
-    prepared = _prepare(spec, plan=plan, cluster=cluster, optimizer=optimizer, clips=clips, shortened=False)
+    job = job_on(spec, plan=plan, cluster=cluster, optimizer=optimizer)
+    prepared = _prepare(job, cluster=cluster, clips=clips, shortened=False)
     queues, _, _ = _steady(prepared, batch=plan.micro_batch, records=True)
     assert queues.spans is not None
     start = min((span.start for span in queues.spans), default=0.0)
@@ -120,7 +132,7 @@ def timeline(
 def block_seconds(spec: ModelSpec, *, plan: Plan, cluster: Cluster, num_steps: int, optimizer: str = "adamw") -> float:
     """Return the mean of steps after a pause, as benchmarks measure them: in the first the CPU is not yet ahead."""
     assert plan.micro_batch is not None
-    prepared = _prepare(spec, plan=plan, cluster=cluster, optimizer=optimizer)
+    prepared = _prepare(job_on(spec, plan=plan, cluster=cluster, optimizer=optimizer), cluster=cluster)
     queues = _queues(prepared, _works(prepared, batch=plan.micro_batch), cpu=0.0)
     _, step_seconds, _ = _steady(prepared, batch=plan.micro_batch)
     return (max(queues.compute, queues.cpu) + (num_steps - 1) * step_seconds) / num_steps
@@ -138,30 +150,21 @@ class _Prepared:
 
 
 @lru_cache(maxsize=4096)
-def _known(job: Job) -> dict[tuple[int, str, bool, bool, str], _Prepared]:
+def _known(job: Job) -> dict[tuple[int, bool, bool, str], _Prepared]:
     """Return the cache of a job, by the id of the cluster, which is slow to hash; the values refer to it."""
     return {}
 
 
 def _prepare(
-    spec: ModelSpec,
-    *,
-    plan: Plan,
-    cluster: Cluster,
-    optimizer: str,
-    clips: bool = False,
-    shortened: bool = True,
-    overlap: str = "all",
+    job: Job, *, cluster: Cluster, clips: bool = False, shortened: bool = True, overlap: str = "all"
 ) -> _Prepared:
-    device = cluster.device.torch_type
-    job = job_of(spec, plan=plan, num_ranks=cluster.num_ranks, optimizer=optimizer, device=device)
-    known, key = _known(job), (id(cluster), optimizer, clips, shortened, overlap)
+    known, key = _known(job), (id(cluster), clips, shortened, overlap)
     if key not in known:
         job = timed_job(job) if shortened else job.unshortened
         known[key] = _Prepared(
             job=job,
             cluster=cluster,
-            schedule=schedule_of(job, cluster=cluster, optimizer=optimizer, clips=clips, overlap=overlap),
+            schedule=schedule_of(job, cluster=cluster, clips=clips, overlap=overlap),
             pieces=timed_pieces(job, device=cluster.device),
             rings=rings_of(job.mesh, cluster=cluster),
         )

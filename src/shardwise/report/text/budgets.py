@@ -1,20 +1,22 @@
 """The cost of a training run, and the frontier of memory budgets, as tables and as JSON."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from shardwise.planner.search.candidates import Candidate
-from shardwise.planner.search.frontier import FrontierPoint
-from shardwise.planner.search.training_cost import TrainingCost
 from shardwise.report.text.plain_table import plain_table
 from shardwise.vocabulary.quantities import GIB, digits, fixed, significant
+
+if TYPE_CHECKING:
+    from shardwise.planner.search.frontier import FrontierPoint
+    from shardwise.planner.search.training_cost import TrainingCost
 
 _COSTS = ("global_batch", "global_batch_tokens", "mfu", "tokens_per_day", "days", "gpu_hours", "cost")
 
 
-def training_table(rows: Sequence[TrainingCost]) -> Table:
+def training_table(rows: "Sequence[TrainingCost]") -> Table:
     heads = ["training", "samples/step", "tokens/step", "MFU", "tokens/day", "days", "GPU-hours"]
     if any(row.cost is not None for row in rows):
         heads.append("cost")
@@ -33,7 +35,7 @@ def training_table(rows: Sequence[TrainingCost]) -> Table:
     return table
 
 
-def training_data(row: TrainingCost) -> dict[str, Any]:
+def training_data(row: "TrainingCost") -> dict[str, Any]:
     return {"strategy": row.candidate.name} | {name: getattr(row, name) for name in _COSTS}
 
 
@@ -45,7 +47,7 @@ def large_number(value: float) -> str:
     return digits(value)
 
 
-def frontier_table(points: Sequence[FrontierPoint]) -> Table:
+def frontier_table(points: "Sequence[FrontierPoint]") -> Table:
     """Return a table with one row per budget: the solver's plan, and the best plan that is the same for all units."""
     heads = (f"budget {GIB.name}", "auto samples/s", "batch", "fastest fixed plan", "samples/s", "auto is")
     table = plain_table(heads, right=[head for head in heads if head != "fastest fixed plan"])
@@ -61,7 +63,7 @@ def frontier_table(points: Sequence[FrontierPoint]) -> Table:
     return table
 
 
-def frontier_data(points: Sequence[FrontierPoint]) -> list[dict[str, Any]]:
+def frontier_data(points: "Sequence[FrontierPoint]") -> list[dict[str, Any]]:
     return [
         {"budget_bytes": point.budget_bytes, "auto": _point_data(point.auto), "fixed": _point_data(point.fixed)}
         for point in points

@@ -1,17 +1,19 @@
 """Candidates of the planner as JSON, and as a table with bars."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
 
 from shardwise.planner.search.candidates import Candidate
-from shardwise.planner.search.scale import Scaled
 from shardwise.report.text.category_bars import bar
 from shardwise.report.text.plain_table import plain_table
 from shardwise.vocabulary.categories import ACTIVATIONS, CATEGORIES, OTHER
 from shardwise.vocabulary.quantities import GIB, MIB, byte_unit, digits, fixed, step_seconds_text, table_rate
+
+if TYPE_CHECKING:
+    from shardwise.planner.search.scale import Scaled
 
 _BAR_WIDTH = 16
 _COLOURS = {"yes": "green", "tight": "yellow", "no": "red", "unknown": "bright_black"}
@@ -106,7 +108,7 @@ def _times(candidate: Candidate) -> tuple[str, str, str]:
     return step_seconds_text(time.step_seconds), digits(rate), f"{time.exposed_comm_seconds / time.step_seconds:.0%}"
 
 
-def scaling_table(rows: Sequence[Scaled]) -> Table:
+def scaling_table(rows: "Sequence[Scaled]") -> Table:
     """Return a table with one row per number of devices."""
     counted = "tokens" if any(row.candidate.seq is not None for row in rows) else "samples"
     heads = ("devices", "best plan", "batch", f"{counted}/step", GIB.name, "step s", f"{counted}/s", "eff.", "comm")
@@ -128,7 +130,7 @@ def scaling_table(rows: Sequence[Scaled]) -> Table:
     return table
 
 
-def scaling_data(rows: Sequence[Scaled]) -> list[dict[str, Any]]:
+def scaling_data(rows: "Sequence[Scaled]") -> list[dict[str, Any]]:
     return [
         {
             "num_ranks": row.num_ranks,

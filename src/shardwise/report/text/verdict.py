@@ -12,7 +12,7 @@ from shardwise.planner.search.recommend import (
     RunnerUp,
     Simpler,
 )
-from shardwise.planner.search.way_out import MOST_TIMES
+from shardwise.planner.search.request import MOST_TIMES
 from shardwise.vocabulary.quantities import GIB, fixed, fixed_text, significant
 
 # What is said of a recommended candidate that may not fit.

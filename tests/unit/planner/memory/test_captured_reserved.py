@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
+from shardwise.models.reference import Model
 from shardwise.plan import Plan
 from shardwise.planner import MemoryEstimate, estimate
 from shardwise.program.buffers import SAMPLED_EVERY
-from shardwise.sources import Source
 
 BENCHMARKS = Path(__file__).parents[4] / "benchmarks"
 
 
 def estimated(capture: str, *, strategy: str = "fsdp", num_ranks: int = 1) -> MemoryEstimate:
     plan = Plan(strategy=strategy, precision="bf16", capture=capture)
-    spec = Source("gpt2-124m", seq=1024).spec_for(plan)
+    spec = Model("gpt2-124m", seq=1024).spec_for(plan)
     return estimate(spec, plan=plan, num_ranks=num_ranks, batch=4)
 
 
@@ -43,7 +43,7 @@ def test_samples_are_of_what_a_rank_owns() -> None:
 def test_what_a_model_made_on_the_device_leaves_is_used_by_ordinary_steps_and_given_back_before_captured_ones() -> None:
     for capture in ("off", "on"):
         plan = Plan(precision="bf16", capture=capture)
-        spec = Source("llama-3.2-1b", seq=2048).spec_for(plan)
+        spec = Model("llama-3.2-1b", seq=2048).spec_for(plan)
         elsewhere, here = (
             estimate(spec, plan=plan, num_ranks=1, batch=1, made_on_device=made).reserved_bytes
             for made in (False, True)

@@ -8,16 +8,14 @@ import torch
 from planned_specs import spec_for
 
 from shardwise.errors import InvalidPlan
+from shardwise.models.specs.states_only import states_only
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import SHARDED, STRATEGIES
 from shardwise.planner import estimate
 from shardwise.planner.fold import Short, shorten
 from shardwise.planner.job import Job
-from shardwise.planner.memory.constants import RULES
 from shardwise.planner.memory.peak import _traces
-from shardwise.planner.memory.states import optimizer_of
-from shardwise.sources import states_only
 from shardwise.spec import ModelSpec, UnitSpec
 from shardwise.trace import Way, trace_model
 from shardwise.vocabulary.categories import CATEGORIES
@@ -53,9 +51,7 @@ def peaks_of(spec: ModelSpec, *, plan: Plan) -> list[list[int]]:
         shorten(spec, plan=plan, runs=traces["none"].runs),
         Short(spec=spec, weights={}, chosen={}),
     ):
-        job = Job(
-            spec=spec, plan=plan, short=short, traces=traces, optimizer=optimizer_of("adamw"), rules=RULES["cuda"]
-        )
+        job = Job(spec=spec, plan=plan, short=short, traces=traces, optimizer_name="adamw", device="cuda")
         peaks.append([job.replayed.peak(batch).total(batch) for batch in (1, 4, 32)])
     return peaks
 

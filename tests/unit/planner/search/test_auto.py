@@ -11,6 +11,7 @@ from random_models import PLAN, RandomModel, random_model
 
 from shardwise.errors import InvalidPlan
 from shardwise.hardware import Cluster, cluster_of
+from shardwise.models.reference import Model
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.planner.search.auto import Solved, solve_plan
@@ -20,7 +21,6 @@ from shardwise.planner.search.dial_cost import DialCosts
 from shardwise.planner.search.micro_batches import MicroBatches
 from shardwise.planner.search.request import RECOMPUTES, AutoRequest, NoPlanFits
 from shardwise.planner.search.reserved_search import _shrunk
-from shardwise.sources import Source
 from shardwise.spec import ModelSpec
 from shardwise.vocabulary.quantities import GIB
 
@@ -32,7 +32,7 @@ def solved_with(model: RandomModel, *, limit: float) -> Solved:
     budget = round(limit * (1 + model.costs().band)) + 1
     plan = replace(PLAN, micro_batch=model.batch)
     request = AutoRequest(plan=plan, cluster=model.cluster, budget_bytes=budget, rows=model.rows, quick=True)
-    return solve_plan(lambda plan: model.spec, request=request)
+    return solve_plan(lambda *plans: model.spec, request=request)
 
 
 def check_against_all(seed: int) -> None:
@@ -76,7 +76,7 @@ def gpt() -> ModelSpec:
 def solve(spec: ModelSpec, cluster: str | Cluster, *, plan: Plan = PLAN, **options: object) -> Solved:
     where = cluster_of(cluster) if isinstance(cluster, str) else cluster
     request = AutoRequest(plan=plan, cluster=where, **options)  # type: ignore[arg-type]
-    return solve_plan(lambda plan: spec, request=request)
+    return solve_plan(lambda *plans: spec, request=request)
 
 
 @cache
@@ -101,7 +101,7 @@ def test_no_plan_of_one_strategy_and_one_recompute_is_faster(gib: int) -> None:
     assert found.memory.device_bytes * (1 + found.memory_band) <= gib * GIBI
     for recompute in RECOMPUTES:
         fixed = candidates(
-            lambda plan: spec,
+            lambda *plans: spec,
             plan=replace(PLAN, recompute=recompute),
             strategies=("ddp", "zero1", "zero2", "shard_grad_op", "fsdp"),
             cluster=found.cluster,
@@ -221,9 +221,9 @@ def test_what_cannot_fit_is_one_line_with_what_it_would_need() -> None:
 
 
 def test_where_time_is_not_predicted_the_simplest_that_fits_is_taken() -> None:
-    spec = Source("gpt2-124m", kernels="cuda").spec_for(Plan())
+    spec = Model("gpt2-124m", kernels="cuda").spec_for(Plan())
     found = solve_plan(
-        lambda plan: spec,
+        lambda *plans: spec,
         request=AutoRequest(plan=Plan(micro_batch=1), cluster=cluster_of("4xcpu"), recomputes=("none",)),
     ).candidate
     assert (found.plan.strategy, found.plan.recompute, found.time) == ("ddp", "none", None)

@@ -4,6 +4,7 @@ import pytest
 from planned_specs import spec_for
 
 from shardwise.hardware import Cluster, cluster_of
+from shardwise.models.reference import Model
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import STRATEGIES
@@ -11,7 +12,6 @@ from shardwise.planner.memory.peak import job_of
 from shardwise.planner.search.candidates import _refined, candidates, cost, largest_batch, meshes
 from shardwise.planner.search.micro_batches import largest_fitting
 from shardwise.planner.traffic import sent_bytes
-from shardwise.sources import Source
 
 BF16 = Plan(precision="bf16")
 EVERY = list(STRATEGIES)
@@ -53,7 +53,7 @@ def test_one_sample_more_than_the_largest_batch_does_not_fit(strategy: str) -> N
 
 def test_for_memorys_sake_a_batch_is_one_sample() -> None:
     found = candidates(
-        Source("gpt2-124m").spec_for,
+        Model("gpt2-124m").spec_for,
         plan=BF16,
         strategies=EVERY,
         cluster=on("8xh100-80gb"),
@@ -89,7 +89,7 @@ def test_several_passes_reduce_in_each_where_unsharded_gradients_do_not_fit() ->
     """MPT-30B with 21 passes on 8 H100 ran under FSDP, which reduces in every pass."""
     plan = Plan(precision="bf16", engine="torch", recompute="full", micro_batch=3, accumulate=21, reduce_dtype="bf16")
     found = candidates(
-        Source("mpt-30b").spec_for,
+        Model("mpt-30b").spec_for,
         plan=plan,
         strategies=["fsdp"],
         cluster=on("8xh100-80gb"),
@@ -99,7 +99,7 @@ def test_several_passes_reduce_in_each_where_unsharded_gradients_do_not_fit() ->
     )
     assert [(one.plan.accumulate_reduced, one.fits) for one in found] == [(True, "yes")]
     small = candidates(
-        Source("mpt-125m").spec_for,
+        Model("mpt-125m").spec_for,
         plan=plan,
         strategies=["fsdp"],
         cluster=on("8xh100-80gb"),

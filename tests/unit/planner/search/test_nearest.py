@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from shardwise.hardware import cluster_of
+from shardwise.models.reference import Model
 from shardwise.plan import Plan
 from shardwise.planner.search.candidates import Candidate
 from shardwise.planner.search.nearest import changed_settings, changes, cost_of_change, fewest_on_host, find_smaller
 from shardwise.planner.search.request import AutoRequest
-from shardwise.sources import Source
 from shardwise.train.config import TrainConfig
 from shardwise.train.memory_advice import FullDevice, describe_fit
 
@@ -137,7 +137,7 @@ def smaller(model: str, *, cluster: str = "8xh100-80gb", auto: bool = False, **p
     ran_out = Plan(precision="bf16", **plan)
     asked = Plan(precision="bf16", strategy="auto", micro_batch=plan["micro_batch"]) if auto else ran_out
     request = AutoRequest(plan=asked, cluster=cluster_of(cluster), optimizer="adamw-foreach")
-    return find_smaller(Source(model, kernels="cuda").spec_for, plan=ran_out, request=request)
+    return find_smaller(Model(model, kernels="cuda").spec_for, plan=ran_out, request=request)
 
 
 @pytest.mark.parametrize("auto", [False, True])
@@ -167,4 +167,4 @@ def test_a_smaller_plan_keeps_the_precision() -> None:
     smallest = {"recompute": "full", "offload_activations": True, "offload_states": True, "offload_update": "host"}
     ran_out = Plan(precision="fp32", micro_batch=1, **smallest)
     request = AutoRequest(plan=ran_out, cluster=cluster_of("8xh100-80gb"), optimizer="adamw-foreach")
-    assert find_smaller(Source("gpt2-124m", kernels="cuda").spec_for, plan=ran_out, request=request)[1] is None
+    assert find_smaller(Model("gpt2-124m", kernels="cuda").spec_for, plan=ran_out, request=request)[1] is None

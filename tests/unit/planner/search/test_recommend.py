@@ -6,11 +6,11 @@ import pytest
 from planned_specs import spec_for
 
 from shardwise.hardware import cluster_of
+from shardwise.models.reference import Model
 from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.search.candidates import Candidate, candidates
 from shardwise.planner.search.recommend import Condition, Reason, Recommendation, best_of, recommend
-from shardwise.sources import Source
 from shardwise.spec import ModelSpec
 
 EVERY = list(STRATEGIES)
@@ -19,7 +19,7 @@ EVERY = list(STRATEGIES)
 def found_for(
     model: str, cluster: str, *, plan: Plan, goal: str = "throughput"
 ) -> tuple[list[Candidate], Recommendation]:
-    source = Source(model)
+    source = Model(model)
     found = candidates(
         source.spec_for, plan=plan, strategies=EVERY, cluster=cluster_of(cluster), optimizer="adamw", goal=goal
     )

@@ -7,12 +7,12 @@ import pytest
 
 from shardwise.hardware.device import device_of
 from shardwise.hardware.prices import Price, prices
+from shardwise.models.reference import Model
 from shardwise.plan import Plan
 from shardwise.planner.search.candidates import cost, largest_batch, meshes
 from shardwise.planner.search.recommend import best_of
 from shardwise.planner.search.rent import Wish, most_cost, most_days, recommended, rentals
 from shardwise.planner.search.training_cost import TrainingCost
-from shardwise.sources import Source
 
 DEVICES = {device_of(kind): prices()[kind] for kind in ("h100-80gb", "a100-80gb")}
 WISH = Wish(plan=Plan(precision="bf16"), num_tokens=2e9)
@@ -20,11 +20,11 @@ WISH = Wish(plan=Plan(precision="bf16"), num_tokens=2e9)
 
 @pytest.fixture(scope="module")
 def exhaustive() -> list[TrainingCost]:
-    return rentals(Source("gpt2-124m").spec_for, devices=DEVICES, wish=WISH, looks=None)
+    return rentals(Model("gpt2-124m").spec_for, devices=DEVICES, wish=WISH, looks=None)
 
 
 def test_the_recommended_rental_is_that_of_the_exhaustive_search(exhaustive: list[TrainingCost]) -> None:
-    found = rentals(Source("gpt2-124m").spec_for, devices=DEVICES, wish=WISH, looks=4)
+    found = rentals(Model("gpt2-124m").spec_for, devices=DEVICES, wish=WISH, looks=4)
     assert len(found) == 4
     assert found[0] == exhaustive[0]
     assert len(exhaustive) == 8, "two kinds, four counts"
@@ -32,7 +32,7 @@ def test_the_recommended_rental_is_that_of_the_exhaustive_search(exhaustive: lis
 
 def test_the_plan_of_a_rental_is_the_best_of_every_plan(exhaustive: list[TrainingCost]) -> None:
     """Every strategy, recompute, mesh and its largest micro-batch, costed one by one."""
-    source, rented = Source("gpt2-124m"), exhaustive[0].candidate
+    source, rented = Model("gpt2-124m"), exhaustive[0].candidate
     every = []
     for strategy, recompute in product(
         ("ddp", "zero1", "zero2", "shard_grad_op", "fsdp"), ("none", "selective", "full")
@@ -67,7 +67,7 @@ def test_with_a_limit_of_price_alone_the_soonest_is_taken(exhaustive: list[Train
 
 
 def test_several_machines_are_tried_only_if_one_is_not_enough() -> None:
-    source, h100 = Source("gpt2-124m"), {device_of("h100-80gb"): prices()["h100-80gb"]}
+    source, h100 = Model("gpt2-124m"), {device_of("h100-80gb"): prices()["h100-80gb"]}
     (soon,) = rentals(source.spec_for, devices=h100, wish=replace(WISH, max_days=0.003), looks=1)
     assert soon.candidate.cluster.num_nodes == 4
     (cheap,) = rentals(source.spec_for, devices=h100, wish=replace(WISH, max_price=0.01), looks=1)
@@ -77,7 +77,7 @@ def test_several_machines_are_tried_only_if_one_is_not_enough() -> None:
 def test_one_gpu_is_offered_with_host_memory_where_nothing_fits_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """25 billion bytes of gpt2-1.5b's states do not fit on a small GPU; with its host's memory they do."""
     monkeypatch.setattr("shardwise.planner.search.rent.COUNTS", (1, 2))
-    spec_for, device = Source("gpt2-1.5b").spec_for, device_of("rtx-4090")
+    spec_for, device = Model("gpt2-1.5b").spec_for, device_of("rtx-4090")
     price = Price(per_gpu_hour=0.4, source="a test", date="")
     without = rentals(spec_for, devices={device: price}, wish=WISH)
     assert {one.candidate.cluster.num_ranks for one in without} == {2}

@@ -4,16 +4,16 @@ import pytest
 
 from shardwise.errors import InvalidCluster
 from shardwise.hardware import cluster_of
+from shardwise.models.reference import Model
 from shardwise.plan import Plan
 from shardwise.planner.search.candidates import candidates
 from shardwise.planner.search.scale import SIZES, Scaled, scaling
-from shardwise.sources import Source
 
 PLAN = Plan(precision="bf16", micro_batch=2)
 
 
 def scaled(cluster: str, *, strategies: tuple[str, ...] = ("ddp", "fsdp"), plan: Plan = PLAN) -> list[Scaled]:
-    source, where = Source("gpt2-1.5b"), cluster_of(cluster)
+    source, where = Model("gpt2-1.5b"), cluster_of(cluster)
     found = candidates(
         source.spec_for,
         plan=plan,

@@ -6,19 +6,19 @@ import pytest
 from whole import whole
 
 from shardwise.hardware import cluster_of
+from shardwise.models.reference import Model
 from shardwise.plan import Plan
 from shardwise.planner.search.auto import costs_of, solve_for, solve_plan
 from shardwise.planner.search.chosen_text import chosen_text
 from shardwise.planner.search.request import AutoRequest, NoPlanFits
 from shardwise.planner.search.tiles import tiles_of
-from shardwise.sources import Source
 from shardwise.spec import ModelSpec, TensorSpec, UnitSpec
 
 PLAN = Plan(precision="bf16", strategy="auto", micro_batch=1, capture="off")
 
 
 def test_where_nothing_else_fits_modules_compute_in_tiles() -> None:
-    spec_for = Source("llama-tiny", seq=32768).spec_for
+    spec_for = Model("llama-tiny", seq=32768).spec_for
     # On one device all strategies hold about the same: one of them is a fifth of the search.
     ample = AutoRequest(plan=PLAN, cluster=cluster_of("1xh200"), rows=("fsdp",))
     assert not solve_plan(spec_for, request=ample).candidate.plan.tile
@@ -35,7 +35,7 @@ def test_where_nothing_else_fits_modules_compute_in_tiles() -> None:
 
 @pytest.mark.parametrize("model", whole("llama-3.2-1b"))
 def test_tiles_take_the_place_of_recomputed_units_where_they_are_faster(model: str) -> None:
-    spec_for = Source(model, seq=131072).spec_for
+    spec_for = Model(model, seq=131072).spec_for
     request = AutoRequest(plan=PLAN, cluster=cluster_of("1xh200"), rows=("fsdp",))
     without = solve_for(costs_of(spec_for, request=request), request=request).candidate
     found = solve_plan(spec_for, request=request).candidate
@@ -46,7 +46,7 @@ def test_tiles_take_the_place_of_recomputed_units_where_they_are_faster(model: s
 
 def test_the_loss_of_a_tiled_head_is_that_of_its_tiles() -> None:
     plan = Plan(precision="bf16", tile={"head": 64})
-    specs = [Source("llama-tiny", seq=256, loss=loss).spec_for(plan) for loss in ("lean", "usual")]
+    specs = [Model("llama-tiny", seq=256, loss=loss).spec_for(plan) for loss in ("lean", "usual")]
     assert specs[0].traces
     assert specs[0].traces == specs[1].traces
 

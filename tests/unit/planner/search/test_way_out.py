@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from shardwise.hardware import Cluster, cluster_of
+from shardwise.models.reference import Model
 from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.search.way_out import larger_clusters, ways_out
-from shardwise.sources import Source
 
 EVERY = list(STRATEGIES)
 
@@ -29,7 +29,7 @@ def on(name: str) -> Cluster:
 def test_a_way_out_fits_and_changes_as_little_as_can_be(
     model: str, cluster: str, plan: Plan, strategies: list[str], changed: set[str]
 ) -> None:
-    source = Source(model)
+    source = Model(model)
     (found,) = ways_out(source.spec_for, plan=plan, strategies=strategies, cluster=on(cluster), optimizer="adamw")
     assert found.fits == "yes"
     differs = {
@@ -41,7 +41,7 @@ def test_a_way_out_fits_and_changes_as_little_as_can_be(
 
 
 def test_a_smaller_micro_batch_comes_with_more_passes() -> None:
-    source, cluster = Source("llama-3.1-8b"), on("8xh100-80gb")
+    source, cluster = Model("llama-3.1-8b"), on("8xh100-80gb")
     plan = Plan(precision="bf16", recompute="full", micro_batch=12)
     (found,) = ways_out(source.spec_for, plan=plan, strategies=EVERY, cluster=cluster, optimizer="adamw")
     assert (found.batch, found.plan.accumulate) == (6, 2)
@@ -52,7 +52,7 @@ def test_host_memory_comes_before_more_devices_unless_it_is_too_small(
     host_gib: int | None, num_ranks: list[int]
 ) -> None:
     ways = ways_out(
-        Source("llama-3.1-8b").spec_for,
+        Model("llama-3.1-8b").spec_for,
         plan=Plan(precision="bf16"),
         strategies=EVERY,
         cluster=replace(on("1xh100-80gb"), host_bytes=None if host_gib is None else host_gib * 2**30),
@@ -84,7 +84,7 @@ def test_torchs_engine_may_recompute_in_the_model() -> None:
     plan = Plan(precision="bf16", micro_batch=1, engine="torch")
     strategies = ["ddp", "shard_grad_op", "fsdp"]
     (found,) = ways_out(
-        Source("llama-3.1-8b").spec_for, plan=plan, strategies=strategies, cluster=on("8xa100-40gb"), optimizer="adamw"
+        Model("llama-3.1-8b").spec_for, plan=plan, strategies=strategies, cluster=on("8xa100-40gb"), optimizer="adamw"
     )
     assert (found.plan.recompute, found.plan.strategy, found.plan.engine) == ("full", "shard_grad_op", "torch")
 
@@ -92,7 +92,7 @@ def test_torchs_engine_may_recompute_in_the_model() -> None:
 @pytest.mark.whole
 def test_gradients_in_16_bits_are_a_way_out_before_more_devices() -> None:
     plan = Plan(precision="bf16", micro_batch=1, recompute="full", engine="torch")
-    source = Source("llama-3.1-405b", seq=4096)
+    source = Model("llama-3.1-405b", seq=4096)
     (found,) = ways_out(
         source.spec_for, plan=plan, strategies=["fsdp"], cluster=on("64x8xh100-80gb"), optimizer="adamw"
     )
@@ -100,6 +100,6 @@ def test_gradients_in_16_bits_are_a_way_out_before_more_devices() -> None:
 
 
 def test_what_cannot_fit_has_no_way_out() -> None:
-    source = Source("params:900t")
+    source = Model("params:900t")
     plan = Plan(precision="bf16", micro_batch=1)
     assert ways_out(source.spec_for, plan=plan, strategies=EVERY, cluster=on("1xl4"), optimizer="adamw") == []

@@ -41,7 +41,7 @@ def shown(instruction: Instruction) -> str:
 
 
 def lines(spec: ModelSpec = TWO_BLOCKS, **options: object) -> list[str]:
-    return list(map(shown, schedule_of(job(spec, **options), cluster=CLUSTER, optimizer="adamw").last))
+    return list(map(shown, schedule_of(job(spec, **options), cluster=CLUSTER).last))
 
 
 def test_fsdp_sends_a_gather_ahead_and_waits_for_the_last_reduce_before_the_next() -> None:
@@ -88,7 +88,7 @@ def test_ddp_of_either_engine_sends_a_bucket_when_its_last_gradients_are_taken(e
 
 
 def test_zero1_leaves_its_gathers_to_the_next_step() -> None:
-    found = schedule_of(job(strategy="zero1"), cluster=CLUSTER, optimizer="adamw")
+    found = schedule_of(job(strategy="zero1"), cluster=CLUSTER)
     assert [shown(one) for one in found.update if one.what == SEND] == [
         "send gather (root)",
         "send gather blocks.0",
@@ -127,7 +127,7 @@ def test_each_piece_is_one_collective_of_its_share() -> None:
 
 
 def sent_in(piece_bytes: int) -> list[Instruction]:
-    found = schedule_of(job(strategy="zero2", piece_bytes=piece_bytes), cluster=CLUSTER, optimizer="adamw")
+    found = schedule_of(job(strategy="zero2", piece_bytes=piece_bytes), cluster=CLUSTER)
     return [one for one in found.last if one.what == SEND]
 
 
@@ -139,7 +139,7 @@ def test_states_are_updated_in_backward_after_the_last_piece() -> None:
 
 
 def test_passes_before_the_last_take_gradients_and_send_none() -> None:
-    found = schedule_of(job(strategy="zero2", accumulate=3), cluster=CLUSTER, optimizer="adamw")
+    found = schedule_of(job(strategy="zero2", accumulate=3), cluster=CLUSTER)
     first = list(map(shown, found.first))
     assert [line for line in first if line.startswith("take")] == ["take blocks.1", "take blocks.0", "take (root)"]
     assert not any("reduce" in line for line in first)
@@ -175,10 +175,10 @@ def test_every_kind_of_operation_is_handled(kind: Kind, trigger: Trigger) -> Non
 
 def test_a_captured_step_has_the_same_instructions_and_costs_the_cpu_nothing() -> None:
     planned = job(strategy="fsdp", capture=True)
-    found = schedule_of(planned, cluster=CLUSTER, optimizer="adamw")
+    found = schedule_of(planned, cluster=CLUSTER)
     assert not any(one.launch for one in found.last)
     assert not any(launch for launch, _, _ in found.works)
-    eager = schedule_of(job(strategy="fsdp"), cluster=CLUSTER, optimizer="adamw")
+    eager = schedule_of(job(strategy="fsdp"), cluster=CLUSTER)
     names = [named(one) for one in eager.last]
     assert [named(one) for one in found.last] == names
 

@@ -19,6 +19,8 @@ from shardwise.planner.time.step_time import (
     _steady,
     block_seconds,
     estimate_time,
+    job_on,
+    time_job,
     timeline,
     why_not_timed,
 )
@@ -54,8 +56,9 @@ def test_few_units_take_as_long_as_all_that_they_stand_for(
         {"recompute": "full"} if engine == "shardwise" else {"accumulate": 5},
     ):
         plan = plan_of(strategy, engine=engine, **options)
-        short = _prepare(SPEC, plan=plan, cluster=cluster_of(cluster), optimizer="adamw")
-        full = _prepare(SPEC, plan=plan, cluster=cluster_of(cluster), optimizer="adamw", shortened=False)
+        where = cluster_of(cluster)
+        job = job_on(SPEC, plan=plan, cluster=where, optimizer="adamw")
+        short, full = _prepare(job, cluster=where), _prepare(job, cluster=where, shortened=False)
         assert short.job.short.weights
         queues, seconds, cpu_seconds = _steady(short, batch=batch)
         whole, whole_seconds, whole_cpu_seconds = _steady(full, batch=batch)
@@ -287,7 +290,8 @@ def test_deepspeed_takes_longer_the_more_it_shards() -> None:
     found = []
     for strategy in strategies:
         plan = Plan(strategy=strategy, precision="bf16", recompute="full", micro_batch=1)
-        one = estimate_time(SPEC, plan=plan, cluster=cluster, system=system_of("deepspeed"))
+        job = job_on(SPEC, plan=plan, cluster=cluster, optimizer="adamw")
+        one = time_job(job, batch=1, cluster=cluster, system=system_of("deepspeed"))
         assert one is not None
         found.append(one.step_seconds)
     assert found[0] * 1.05 < found[1]
@@ -313,8 +317,9 @@ def test_communication_that_nothing_overlaps_takes_its_whole_time() -> None:
     """Over nodes, ZeRO-1's gathers of updated parameters are exposed; with no overlap at all, reductions too."""
     plan = Plan(strategy="zero1", precision="bf16", recompute="full", micro_batch=4)
     cluster = cluster_of("4x8xh100-80gb@ib-2x100")
+    job = job_on(SPEC, plan=plan, cluster=cluster, optimizer="adamw")
     found = [
-        estimate_time(SPEC, plan=plan, cluster=cluster, system=replace(OWN, overlap=overlap))
+        time_job(job, batch=4, cluster=cluster, system=replace(OWN, overlap=overlap))
         for overlap in ("all", "gradients", "none")
     ]
     seconds = [one.step_seconds for one in found if one is not None]

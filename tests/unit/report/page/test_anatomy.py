@@ -12,6 +12,7 @@ from report.sample_bench import sample_bench
 from shardwise.bench.case_result import CaseResult, UnitOutline
 from shardwise.bench.results import Bench
 from shardwise.bench.tape_spans import Happening
+from shardwise.models.specs.shipped import ready_spec
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import STRATEGIES, Placement
@@ -23,7 +24,6 @@ from shardwise.report.page.html_document import asset
 from shardwise.report.snapshots import STATES, Holding, snapshots_of
 from shardwise.report.text.ring_rounds import rounds
 from shardwise.spec import ROOT, ModelSpec
-from shardwise.spec.shipped import ready_spec
 from shardwise.vocabulary.categories import CATEGORIES
 
 States = list[dict[str, dict[str, str]]]

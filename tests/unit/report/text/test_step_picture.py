@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from shardwise.models.specs.shipped import ready_spec
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import SHARDED, STRATEGIES
@@ -11,7 +12,6 @@ from shardwise.program import Kind, build
 from shardwise.report.snapshots import STATES, Holding, StepSnapshots, snapshots_of
 from shardwise.report.text.step_picture import GLYPHS, OTHER_NAMES, explain, explain_as_data, picture_model
 from shardwise.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
-from shardwise.spec.shipped import ready_spec
 
 PICTURE = picture_model()
 UNIT = 16  # MiB of each of its 4 units

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from shardwise.hardware import cluster_of
+from shardwise.models.reference import Model
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.search.candidates import Candidate, candidates
 from shardwise.planner.search.recommend import Condition, Reason, Recommendation, RunnerUp, Simpler
 from shardwise.report.text.verdict import name_of, no_fit, reasons, verdict
-from shardwise.sources import Source
 
 EVERY = list(STRATEGIES)
 CLUSTER = cluster_of("8xh100-80gb")
@@ -22,7 +22,7 @@ def found() -> dict[str, Candidate]:
     """By strategy; all fit, with the same micro-batch, 0.2 s a step, a tenth of which is exposed."""
     plan = Plan(precision="bf16", micro_batch=8)
     costed = candidates(
-        Source("gpt2-124m").spec_for,
+        Model("gpt2-124m").spec_for,
         plan=plan,
         strategies=EVERY,
         cluster=CLUSTER,

@@ -1,4 +1,4 @@
-"""LoRA or QLoRA, as the planner is asked for it. No torch here."""
+"""LoRA or QLoRA, as a plan or a training asks for it. No torch here."""
 
 from dataclasses import dataclass
 
@@ -9,12 +9,13 @@ QUANTIZED = ("nf4",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adaptation:
-    """Adapters of `rank` on a frozen base.
+    """Adapters on a frozen base: W + alpha/rank · B·A, with A and B of `rank`.
 
     targets    names of the linear layers that get them (q_proj, v_proj); none: all of the blocks
     quantize   how linear layers of the blocks are stored: None (as the base) or nf4
     dtype      of the adapters: fp32, as PEFT makes them, or that of the base
     base       dtype of the base
+    alpha      scale of the adapters; None: twice the rank
     """
 
     rank: int
@@ -22,6 +23,7 @@ class Adaptation:
     quantize: str | None = None
     dtype: str = "float32"
     base: str = "bfloat16"
+    alpha: float | None = None
 
     def __str__(self) -> str:
         where = ", ".join(self.targets) or "all linear layers"

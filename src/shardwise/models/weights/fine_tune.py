@@ -7,7 +7,7 @@ adapters start as in PEFT: A uniform (Kaiming), B zero. Under adapters the base 
 import math
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,35 +19,23 @@ from shardwise.checkpoint.tensor_file import TensorEntry, write_tensors
 from shardwise.engine.prepared.weight_stream import full_parameters
 from shardwise.errors import InvalidData, InvalidModel
 from shardwise.files.atomic import atomic_write
-from shardwise.files.hub_cache import config_folder
+from shardwise.models.adaptation import Adaptation
+from shardwise.models.hub_cache import config_folder
+from shardwise.models.tasks import Task
+from shardwise.models.tasks.transformers_task import task_of_model, with_data
 from shardwise.models.transformers_model import class_of_config, config_of_folder, imported
-from shardwise.pretrained.pretrained import (
+from shardwise.models.transformers_shapes import default_seq
+from shardwise.models.weights.pretrained import (
     SafetensorsFolder,
     empty_model,
     save_pretrained,
     stored_names,
     warn_of_differences,
 )
-from shardwise.pretrained.quantised import Nf4, QuantisedWeights, quantise
-from shardwise.spec.architecture import default_seq
-from shardwise.tasks import Task
-from shardwise.tasks.transformers_task import task_of_model, with_data
+from shardwise.models.weights.quantised import QuantisedWeights, quantise
 
 _PREFIX = "base_model.model."
 _TOKENIZER = "tokenizer.json"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Adapters:
-    """LoRA: W + alpha/rank · B·A for every module whose name ends in one of `targets` (all linear ones if empty).
-
-    nf4   how linear layers of the blocks are packed, adapted or not; None: they stay as they are
-    """
-
-    rank: int
-    alpha: float
-    targets: tuple[str, ...] = ()
-    nf4: Nf4 | None = None
 
 
 def checkpoint_task(
@@ -56,10 +44,14 @@ def checkpoint_task(
     dataset: str | None,
     seq: int | None,
     tokenizer: str | None = None,
-    adapters: Adapters | None = None,
+    adaptation: Adaptation | None = None,
     native: bool = False,
+    device: torch.device | str = "cpu",
 ) -> Task:
-    """Return the task of a folder with config.json and safetensors files. `native`: in the dtypes of the files."""
+    """Return the task of a folder with config.json and safetensors files.
+
+    `native`: in the dtypes of the files. `device` quantises them, if the adaptation asks for that.
+    """
     folder = Path(config_folder(name))
     config = config_of_folder(folder)
     model = empty_model(class_of_config(config), folder, native=native)
@@ -68,8 +60,8 @@ def checkpoint_task(
     files = SafetensorsFolder(folder, stored=stored)
     warn_of_differences(model, files, folder=folder)
     weights: Mapping[str, Tensor] = files
-    if adapters is not None:
-        model, weights = _with_adapters(model, adapters, folder=folder, stored=stored, files=files)
+    if adaptation is not None:
+        model, weights = _with_adapters(model, adaptation, folder=folder, stored=stored, files=files, device=device)
     model.train()
     length = seq or default_seq(getattr(config, "max_position_embeddings", None))
     own = folder / _TOKENIZER
@@ -86,11 +78,17 @@ def checkpoint_task(
 
 
 def _with_adapters(
-    model: nn.Module, adapters: Adapters, *, folder: Path, stored: Mapping[str, str], files: Mapping[str, Tensor]
+    model: nn.Module,
+    adaptation: Adaptation,
+    *,
+    folder: Path,
+    stored: Mapping[str, str],
+    files: Mapping[str, Tensor],
+    device: torch.device | str,
 ) -> tuple[nn.Module, Mapping[str, Tensor]]:
     """Return the model with adapters, and the weights by its names."""
-    packers = {} if adapters.nf4 is None else quantise(model, adapters.nf4, weights=files)
-    model = _adapted(model, adapters, folder=folder)
+    packers = quantise(model, device=device, weights=files) if adaptation.quantize else {}
+    model = _adapted(model, adaptation, folder=folder)
     shapes = {path: tuple(value.shape) for path, value in model.named_parameters() if ".lora_" in path}
     # A packed layer has scales in its state dict too, which no file has.
     own = {path: name for path in model.state_dict() if (name := _base_name(path)) in stored}
@@ -101,12 +99,12 @@ def _with_adapters(
     return model, QuantisedWeights(weights, packers=by_path)
 
 
-def _adapted(model: nn.Module, adapters: Adapters, *, folder: Path) -> Any:
+def _adapted(model: nn.Module, adaptation: Adaptation, *, folder: Path) -> Any:
     peft = imported("peft", needed_for="task.lora")
     options = peft.LoraConfig(
-        r=adapters.rank,
-        lora_alpha=adapters.alpha,
-        target_modules=list(adapters.targets) or "all-linear",
+        r=adaptation.rank,
+        lora_alpha=adaptation.alpha or 2 * adaptation.rank,
+        target_modules=list(adaptation.targets) or "all-linear",
         task_type="CAUSAL_LM",
         base_model_name_or_path=str(folder),
     )

@@ -1,6 +1,6 @@
 """Traces models of the catalogue into the specs that come with the package.
 
-python -m shardwise.trace.ship [NAME …]     (default: the models that have one)
+python -m shardwise.models.specs.ship [NAME …]     (default: the models that have one)
 """
 
 import sys
@@ -9,11 +9,11 @@ from pathlib import Path
 
 from shardwise.models.catalogue import shape_of
 from shardwise.models.shapes import TokenShape
+from shardwise.models.specs.shipped import FOLDER
+from shardwise.models.tasks import load_task
 from shardwise.spec import ModelSpec
-from shardwise.spec.shipped import FOLDER
 from shardwise.spec.step import COMPILED
 from shardwise.spec.store import save_spec
-from shardwise.tasks import load_task
 from shardwise.trace.observe import Way
 from shardwise.trace.trace import trace_model
 

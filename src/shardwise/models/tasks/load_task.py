@@ -10,11 +10,12 @@ from pathlib import Path
 import torch
 
 from shardwise.errors import InvalidModel, ShardwiseError
-from shardwise.models.catalogue import shape_of
+from shardwise.models.catalogue import kind_of, shape_of
 from shardwise.models.shapes import TokenShape, TransformersShape
-from shardwise.tasks.catalogue_task import image_task, token_task
-from shardwise.tasks.task import Task
-from shardwise.tasks.transformers_task import transformers_task
+from shardwise.models.tasks.catalogue_task import image_task, token_task
+from shardwise.models.tasks.foreign import FOREIGN
+from shardwise.models.tasks.task import Task
+from shardwise.models.tasks.transformers_task import transformers_task
 
 
 def load_task(
@@ -25,13 +26,18 @@ def load_task(
     image: int | None = None,
     device: torch.device | str = "cpu",
 ) -> Task:
-    """Return the task of a catalogue model, or of your own function.
+    """Return the task of a catalogue model, of your own function, or of another library's model (hf:, timm:, …).
 
-    `dataset` is a spelling of data/source.py; without one the task has no data. `seq` and `image` change the catalogue
-    model's sequence length and image size, or are arguments of your function. With `device="meta"` no weights are
-    allocated.
+    `dataset` is a spelling of data/source.py; without one the task has no data. `seq` and `image` change the model's
+    sequence length and image size, or are arguments of your function. With `device="meta"` no weights are allocated;
+    models of other libraries are always made so.
     """
-    if reference.startswith("python:"):
+    kind, name = kind_of(reference)
+    if kind in FOREIGN:
+        if dataset is not None:
+            raise InvalidModel(f"{reference}: --dataset is for catalogue models; write a python: task with this one")
+        return FOREIGN[kind](name, seq=seq, image=image)
+    if kind == "python":
         if dataset is not None:
             raise InvalidModel(f"{reference}: --dataset is for catalogue models; this function sets its own")
         given = {"seq": seq, "image": image}

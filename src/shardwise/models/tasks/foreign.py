@@ -1,25 +1,18 @@
 """Tasks of models of Hugging Face, timm and torchvision, on the meta device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.errors import InvalidModel, UnknownName
+from shardwise.models.tasks.task import Task, cross_entropy
+from shardwise.models.tasks.transformers_task import folder_task
 from shardwise.models.transformers_model import imported
-from shardwise.tasks import Task, cross_entropy, load_task
-from shardwise.tasks.transformers_task import folder_task
 
 _DEFAULT_IMAGE = 224
-
-
-def task_of(reference: str, *, seq: int | None, image: int | None) -> Task:
-    """Return the task of any MODEL, if possible without making weights."""
-    kind, colon, name = reference.partition(":")
-    if colon and kind in _MAKERS:
-        return _MAKERS[kind](name, seq=seq, image=image)
-    return load_task(reference, seq=seq, image=image, device="meta")
 
 
 def _image_task(package: str, extra: str | None, name: str, *, seq: int | None, image: int | None) -> Task:
@@ -55,8 +48,11 @@ def _torchvision(name: str, image: int | None, extra: str | None) -> tuple[Calla
 
 
 _LIBRARIES = {"timm": _timm, "torchvision": _torchvision}
-_MAKERS: dict[str, Callable[..., Task]] = {
-    "hf": folder_task,
-    "timm": partial(_image_task, "timm", "vision"),
-    "torchvision": partial(_image_task, "torchvision", None),
-}
+FOREIGN: Mapping[str, Callable[..., Task]] = MappingProxyType(
+    {
+        "hf": folder_task,
+        "timm": partial(_image_task, "timm", "vision"),
+        "torchvision": partial(_image_task, "torchvision", None),
+    }
+)
+"""Kind of MODEL → what makes its task."""

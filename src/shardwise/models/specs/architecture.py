@@ -1,8 +1,8 @@
 """Specs of Hugging Face configs by laws of their architecture, without torch and without transformers.
 
 A model of one architecture has the same operations and allocations at any width, depth and vocabulary: only numbers
-differ, and each is a polynomial of the sizes in its config.json. `python -m shardwise.trace.ship_architectures` traces
-several widths of each architecture, fits the polynomials, and stores them in spec/architectures:
+differ, and each is a polynomial of the sizes in its config.json. `ship_architectures.py` traces several widths of each
+architecture, fits the polynomials, and stores them in architectures/:
 
     fixed    key of the config → values with which the laws hold
     is_large whether the embedding and the head are units of their own, which depends on their size; null: tied
@@ -18,12 +18,15 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from shardwise.files.data_file import UnreadableFile, parse_json, read_json
+from shardwise.models.catalogue import kind_of
+from shardwise.models.hub_cache import config_folder
+from shardwise.models.specs.spec_request import SpecRequest
+from shardwise.models.transformers_shapes import default_seq
 from shardwise.spec.model import LARGE_ROOT_LAYER, ModelSpec
 from shardwise.spec.store import decode
 
@@ -41,7 +44,6 @@ FEWEST_BLOCKS = 8
 """The laws come from models in which runs of equal blocks were cut, which shorter ones need not be."""
 LENGTH_STEP = 128
 """Laws hold for lengths that are a multiple of this: kernels round others up."""
-_DEFAULT_SEQ = 2048
 # Of no influence on operations and sizes, whatever their value. Rotary scalings that compute more are not in _ROTARY.
 _IGNORED = (
     *("_name_or_path", "architectures", "model_type", "transformers_version", "dtype", "torch_dtype", "use_cache"),
@@ -68,6 +70,13 @@ class Architecture:
         return decode({**data, "name": name, "seq": self.seq}, ways=ways)
 
 
+def architecture_for(request: SpecRequest) -> Architecture | None:
+    """Return the architecture by whose laws a model needs no trace, if there is one."""
+    if request.kind != "hf" or not request.is_plain or request.image is not None:
+        return None
+    return architecture_of(config_folder(kind_of(request.reference)[1]), seq=request.seq)
+
+
 def architecture_of(folder: str | Path, *, seq: int | None) -> Architecture | None:
     """Return the architecture of a folder's config.json, if its laws are known and hold for samples of this length."""
     try:
@@ -84,11 +93,6 @@ def architecture_of(folder: str | Path, *, seq: int | None) -> Architecture | No
         if sizes is not None and _installed() in ("", laws["transformers"]):
             return Architecture(laws=laws, sizes=sizes, seq=seq)
     return None
-
-
-def default_seq(longest: int | None) -> int:
-    """Return the tokens per sample of a config unless asked otherwise: those that it can read, up to 2,048."""
-    return min(_DEFAULT_SEQ, longest or _DEFAULT_SEQ)
 
 
 def value_of(polynomial: str, sizes: Mapping[str, int]) -> int:
@@ -109,6 +113,8 @@ def _stored(model_type: str) -> tuple[dict[str, Any], ...]:
 @cache
 def _installed() -> str:
     """Return the installed version of transformers without its last number, or "" without one."""
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return short_version(version("transformers"))
     except PackageNotFoundError:

@@ -6,7 +6,6 @@ the scales and once for the packed bytes that go to the ranks' slices, so that n
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,30 +13,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.errors import InvalidModel
+from shardwise.models.adapted import linears_of_blocks
 from shardwise.models.transformers_model import imported
-from shardwise.trace.adapted import linears_of_blocks
 
 Quantise = Callable[[Tensor], Tensor]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Nf4:
-    """Quantises weights on `device`: a GPU takes milliseconds for what takes a CPU seconds."""
-
-    device: torch.device
-
-
-def quantise(model: nn.Module, nf4: Nf4, *, weights: Mapping[str, Tensor]) -> dict[str, Quantise]:
+def quantise(model: nn.Module, *, device: torch.device | str, weights: Mapping[str, Tensor]) -> dict[str, Quantise]:
     """Replace the linear layers of an empty model's blocks; return, by a weight's name, what packs its file's tensor.
 
-    The model is on the meta device. `weights` has the tensors of the files by the model's names.
+    On `device`: a GPU takes milliseconds for what takes a CPU seconds. The model is on the meta device. `weights` has
+    the tensors of the files by the model's names.
     """
     bitsandbytes = imported("bitsandbytes", needed_for="task.quantize = 'nf4'", extra=None)
     packers: dict[str, Quantise] = {}
     is_source = not dist.is_initialized() or dist.get_rank() == 0
     for path, parent, linear in list(linears_of_blocks(model)):
         name, shape, dtype = f"{path}.weight", linear.weight.shape, linear.weight.dtype
-        pack = _packer(bitsandbytes, dtype=dtype, device=nf4.device)
+        pack = _packer(bitsandbytes, dtype=dtype, device=device)
         value = weights[name] if is_source and name in weights else torch.zeros(shape)
         packed, state = pack(value)
         setattr(parent, path.rpartition(".")[2], _layer(bitsandbytes, linear, packed=packed, state=state))
@@ -49,7 +42,9 @@ def quantise(model: nn.Module, nf4: Nf4, *, weights: Mapping[str, Tensor]) -> di
     return packers
 
 
-def _packer(bitsandbytes: Any, *, dtype: torch.dtype, device: torch.device) -> Callable[[Tensor], tuple[Tensor, Any]]:
+def _packer(
+    bitsandbytes: Any, *, dtype: torch.dtype, device: torch.device | str
+) -> Callable[[Tensor], tuple[Tensor, Any]]:
     def pack(value: Tensor) -> tuple[Tensor, Any]:
         found: tuple[Tensor, Any] = bitsandbytes.functional.quantize_4bit(
             value.to(device, dtype), quant_type="nf4", compress_statistics=True

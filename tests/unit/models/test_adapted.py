@@ -3,11 +3,11 @@
 import pytest
 
 from shardwise.errors import InvalidModel, InvalidPlan, UnknownName
+from shardwise.models.adaptation import Adaptation, adaptation_of
+from shardwise.models.reference import Model
 from shardwise.plan import Plan
 from shardwise.planner.memory.peak import estimate
-from shardwise.sources import Source
 from shardwise.spec import ModelSpec
-from shardwise.spec.adaptation import Adaptation, adaptation_of
 
 PLAN = Plan(strategy="ddp", precision="bf16", micro_batch=2)
 
@@ -18,7 +18,7 @@ def no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def spec_of(adaptation: Adaptation | None) -> ModelSpec:
-    return Source("llama-tiny", seq=32, adaptation=adaptation).spec_for(PLAN)
+    return Model("llama-tiny", seq=32, adaptation=adaptation).spec_for(PLAN)
 
 
 def num_trained(spec: ModelSpec) -> int:
@@ -50,7 +50,7 @@ def test_a_mistake_is_one_line() -> None:
     with pytest.raises(InvalidModel, match="--lora-targets qq: llama-tiny has no linear .* it has down, gate, k, out"):
         spec_of(Adaptation(rank=8, targets=("qq",)))
     with pytest.raises(InvalidModel, match="params:7b: --lora is for models by name"):
-        Source("params:7b", adaptation=Adaptation(rank=8))
+        Model("params:7b", adaptation=Adaptation(rank=8))
     with pytest.raises(InvalidPlan, match="--quantize nf4: needs --lora RANK"):
         adaptation_of(None, targets=None, quantize="nf4")
     with pytest.raises(UnknownName, match="unknown quantisation 'nf5'"):

@@ -8,8 +8,6 @@ import os
 import re
 from contextlib import suppress
 from pathlib import Path
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 from shardwise.errors import InvalidModel
 from shardwise.files.data_file import UnreadableFile, read_text
@@ -70,6 +68,9 @@ def _fetched(name: str) -> tuple[str | None, str]:
         from huggingface_hub import hf_hub_download
     except ImportError:
         return None, "huggingface_hub is not installed: pip install 'shardwise[hf]'"
+    from urllib.error import HTTPError
+    from urllib.request import Request, urlopen
+
     endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     try:
         # Asked first, because the library repeats a request without a network for half a minute.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from shardwise.data.source import Splits, image_splits, token_splits
 from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape, LlamaShape, ResNetShape, ViTShape
-from shardwise.tasks.task import Task, classification_sums, cross_entropy, cross_entropy_of_tokens
+from shardwise.models.tasks.task import Task, classification_sums, cross_entropy, cross_entropy_of_tokens
 
 
 def token_task(

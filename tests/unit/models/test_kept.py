@@ -3,13 +3,16 @@
 import os
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from shardwise.models.reference import Model
+from shardwise.models.specs import kept
+from shardwise.models.specs.kept import spec_key
+from shardwise.models.specs.spec_request import SpecRequest
 from shardwise.plan import Plan
-from shardwise.sources import Source
-from shardwise.spec import ModelSpec, kept
-from shardwise.spec.kept import spec_key
+from shardwise.spec import ModelSpec
 
 PLAN = Plan(precision="fp32", micro_batch=2)
 LLAMA = """{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
@@ -29,23 +32,23 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def traced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """(model, number of ways) of each that was traced. Our own models, which do not change, are traced in earnest once."""
     found: list[tuple[str, int]] = []
-    trace = Source._traced
+    trace = Model._traced
 
-    def noted(self: Source, ways: Collection[tuple[str, str]]) -> ModelSpec:
+    def noted(self: Model, request: SpecRequest, ways: Collection[tuple[str, str]]) -> ModelSpec:
         found.append((self.reference, len(ways)))
         if self.reference.startswith("hf:"):
-            return trace(self, ways)
-        asked = (self.reference, self._seq, self._kernels, frozenset(ways))
+            return trace(self, request, ways)
+        asked = (request, frozenset(ways))
         if asked not in _TRACED:
-            _TRACED[asked] = trace(self, ways)
+            _TRACED[asked] = trace(self, request, ways)
         return _TRACED[asked]
 
-    monkeypatch.setattr(Source, "_traced", noted)
+    monkeypatch.setattr(Model, "_traced", noted)
     return found
 
 
 def spec_of(reference: str = "gpt-tiny", *, seq: int | None = 16) -> ModelSpec:
-    return Source(reference, seq=seq, kernels="cpu").spec_for(PLAN)
+    return Model(reference, seq=seq, kernels="cpu").spec_for(PLAN)
 
 
 def test_a_model_is_traced_once(traced: list[tuple[str, int]]) -> None:
@@ -84,9 +87,9 @@ def test_a_spec_that_cannot_be_read_is_traced_and_written_again(traced: list[tup
 
 
 def key(**changed: object) -> str | None:
-    asked: dict[str, object] = {"seq": 8, "image": None, "kernels": "cpu", "ways": [("fp32", "none")]} | changed
-    reference = str(asked.pop("reference", "gpt-tiny"))
-    return spec_key(reference, **asked)  # type: ignore[arg-type]
+    asked: dict[str, Any] = {"reference": "gpt-tiny", "seq": 8, "kernels": "cpu", "ways": [("fp32", "none")]} | changed
+    ways = asked.pop("ways")
+    return spec_key(SpecRequest(**asked), ways=ways)
 
 
 def test_whatever_is_asked_otherwise_has_another_key() -> None:
@@ -143,7 +146,7 @@ def test_a_folder_that_cannot_be_written_is_no_reason_to_stop(monkeypatch: pytes
 def test_a_model_that_comes_with_the_package_is_not_traced_for_compiled_units(
     traced: list[tuple[str, int]], precision: str
 ) -> None:
-    source = Source("gpt-tiny")
+    source = Model("gpt-tiny")
     spec = source.spec_for(Plan(precision=precision, compile="inductor"))
     assert source.spec_for(Plan(precision=precision, compile="inductor")) is spec
     assert spec.trace(computes_in=precision, recompute="none") is not None

@@ -1,6 +1,6 @@
 """Traces architectures of the transformers library at several widths and stores the laws of their sizes.
 
-python -m shardwise.trace.ship_architectures [NAME …]     (default: all of VARIANTS)
+python -m shardwise.models.specs.ship_architectures [NAME …]     (default: all of VARIANTS)
 """
 
 import json
@@ -19,13 +19,13 @@ import torch
 from torch import nn
 
 from shardwise.files.atomic import atomic_write
+from shardwise.models.specs.architecture import FOLDER, SIZES, short_version
+from shardwise.models.tasks.transformers_task import task_of_model
 from shardwise.models.transformers_model import imported, model_of_config
 from shardwise.spec import ModelSpec
-from shardwise.spec.architecture import FOLDER, SIZES, short_version
 from shardwise.spec.law import Law
 from shardwise.spec.step import StepTrace, Stream
 from shardwise.spec.store import encode
-from shardwise.tasks.transformers_task import task_of_model
 from shardwise.trace.observe import Way
 from shardwise.trace.trace import trace_model
 

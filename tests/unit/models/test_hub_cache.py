@@ -12,8 +12,7 @@ from urllib.error import URLError
 import pytest
 
 from shardwise.errors import InvalidModel
-from shardwise.files import hub_cache
-from shardwise.files.hub_cache import config_folder
+from shardwise.models.hub_cache import config_folder
 
 NAME = "Qwen/Qwen3-8B"
 
@@ -64,7 +63,7 @@ def test_without_a_network_nothing_is_fetched(monkeypatch: pytest.MonkeyPatch) -
     def no_network(*_: object, **__: object) -> None:
         raise URLError("no route")
 
-    monkeypatch.setattr(hub_cache, "urlopen", no_network)
+    monkeypatch.setattr("urllib.request.urlopen", no_network)
     with pytest.raises(InvalidModel, match="https://huggingface.co does not answer: .*no route"):
         config_folder(NAME)
 
@@ -110,7 +109,7 @@ def test_with_a_network_the_config_alone_is_fetched(cache: Path) -> None:
         serving = threading.Thread(target=hub.serve_forever, daemon=True)
         serving.start()
         environment = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "NO_PROXY": "127.0.0.1"}
-        code = f"from shardwise.files.hub_cache import config_folder; print(config_folder({NAME!r}))"
+        code = f"from shardwise.models.hub_cache import config_folder; print(config_folder({NAME!r}))"
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False, env=environment
         )

@@ -8,17 +8,17 @@ that an edit in place changes the key. This is sound for models of this package 
 
 import json
 import platform
-from collections.abc import Collection, Mapping
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Collection
 from importlib.util import find_spec
 from pathlib import Path
 
 from shardwise.errors import InvalidData
 from shardwise.files.cache_folder import cached_text, keep_text
 from shardwise.files.data_file import UnreadableFile, read_text
-from shardwise.files.hub_cache import config_folder
-from shardwise.plan.policy import AUTO_UNITS
-from shardwise.spec.adaptation import Adaptation
+from shardwise.models.catalogue import kind_of
+from shardwise.models.hub_cache import config_folder
+from shardwise.models.specs.spec_request import SpecRequest, Way
+from shardwise.models.transformers_shapes import TRANSFORMERS_SHAPES
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.store import decode_text, encode_text
 
@@ -33,34 +33,20 @@ _LIBRARIES = {
 _BY_FILE = ("shardwise", "transformers", "timm", "torchvision")
 
 
-def spec_key(
-    reference: str,
-    *,
-    seq: int | None,
-    image: int | None,
-    kernels: str,
-    ways: Collection[tuple[str, str]],
-    adaptation: Adaptation | None = None,
-    tile: Mapping[str, int] | None = None,
-    fp8: Collection[str] = (),
-    units: str = AUTO_UNITS,
-    of_transformers: bool = False,
-) -> str | None:
-    """Return the cache key of a MODEL's spec; None if its dependencies are unknown.
-
-    `of_transformers`: a catalogue model that the transformers library implements.
-    """
-    kind, colon, name = reference.partition(":")
-    if colon and kind not in _LIBRARIES:
+def spec_key(request: SpecRequest, *, ways: Collection[Way]) -> str | None:
+    """Return the cache key of a spec; None if its dependencies are unknown."""
+    kind, name = kind_of(request.reference)
+    if request.is_given or kind not in ("", *_LIBRARIES):
         return None
-    config = _text(Path(config_folder(name), "config.json")) if kind == "hf" and colon else ""
-    if config is None:
+    try:
+        config = read_text(Path(config_folder(name), "config.json")) if kind == "hf" else ""
+    except UnreadableFile:
         return None
-    libraries = _LIBRARIES["hf" if of_transformers else kind] if colon or of_transformers else ()
-    packages = ("shardwise", "torch", *libraries)
+    of_transformers = request.reference in TRANSFORMERS_SHAPES
+    packages = ("shardwise", "torch", *_LIBRARIES.get("hf" if of_transformers else kind, ()))
     asked = [
-        *(reference, seq, image, kernels, sorted(ways), config, repr(adaptation)),
-        *(dict(tile or {}), sorted(fp8), units),
+        *(request.reference, request.seq, request.image, request.kernels, sorted(ways), config),
+        *(repr(request.adaptation), sorted(request.tile), sorted(request.fp8), request.units),
     ]
     return json.dumps([asked, platform.python_version(), platform.machine(), *map(_fingerprint, packages)])
 
@@ -79,15 +65,10 @@ def keep_spec(key: str | None, spec: ModelSpec) -> None:
         keep_text(_KIND, key, encode_text(spec))
 
 
-def _text(path: Path) -> str | None:
-    try:
-        return read_text(path)
-    except UnreadableFile:
-        return None
-
-
 def _fingerprint(package: str) -> list[object]:
     """Return a package's version and, for _BY_FILE, path, size and time of its files, without importing it."""
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         found: list[object] = [package, version(package)]
     except PackageNotFoundError:

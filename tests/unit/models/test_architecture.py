@@ -11,10 +11,11 @@ import torch
 from torch.torch_version import TorchVersion
 from whole import whole
 
+from shardwise.models.reference import Model
+from shardwise.models.specs import architecture
+from shardwise.models.specs.architecture import FOLDER, architecture_of, value_of
 from shardwise.plan import Plan
-from shardwise.sources import Source
-from shardwise.spec import ROOT, ModelSpec, architecture
-from shardwise.spec.architecture import FOLDER, architecture_of, value_of
+from shardwise.spec import ROOT, ModelSpec
 from shardwise.spec.law import Law
 from shardwise.spec.step import Act, StepTrace, StorageEvent
 
@@ -132,18 +133,18 @@ def test_the_laws_give_the_spec_that_a_trace_gives(name: str, tmp_path: Path, mo
     folder = write(tmp_path, config_of(name))
     found = architecture_of(folder, seq=SEQ)
     assert found is not None, (
-        "traced with another version of transformers: python -m shardwise.trace.ship_architectures"
+        "traced with another version of transformers: python -m shardwise.models.specs.ship_architectures"
     )
-    by_laws = Source(f"hf:{folder}", seq=SEQ).spec_for(plan)
-    monkeypatch.setattr("shardwise.sources.architecture_of", lambda folder, *, seq: None)
-    traced = Source(f"hf:{folder}", seq=SEQ).spec_for(plan)
+    by_laws = Model(f"hf:{folder}", seq=SEQ).spec_for(plan)
+    monkeypatch.setattr("shardwise.models.specs.spec_store.architecture_for", lambda request: None)
+    traced = Model(f"hf:{folder}", seq=SEQ).spec_for(plan)
     assert at_length(of_this_torch(by_laws), SEQ) == at_length(traced, SEQ)
 
 
 def test_a_known_architecture_is_not_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write(tmp_path, config_of("qwen3-tied"))
-    monkeypatch.setattr(Source, "_traced", None)
-    spec = Source(f"hf:{folder}").spec_for(Plan(precision="bf16", micro_batch=1))
+    monkeypatch.setattr(Model, "_traced", None)
+    spec = Model(f"hf:{folder}").spec_for(Plan(precision="bf16", micro_batch=1))
     assert (spec.num_params, spec.seq, len(spec.units)) == (596_049_920, 2048, 29)
 
 

@@ -1,0 +1,81 @@
+"""The specs of one model: shipped, by laws of an architecture, kept from an earlier trace, or traced now."""
+
+import gc
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from shardwise.models.specs.architecture import architecture_for
+from shardwise.models.specs.kept import keep_spec, kept_spec, spec_key
+from shardwise.models.specs.shipped import shipped_spec
+from shardwise.models.specs.spec_request import SpecRequest, Way
+from shardwise.models.specs.states_only import states_only
+from shardwise.spec import ModelSpec
+from shardwise.spec.step import COMPILED, FP8_WAYS
+from shardwise.vocabulary.collection import without_collection
+
+if TYPE_CHECKING:
+    from shardwise.models.tasks import Task
+
+Trace = Callable[[SpecRequest, Collection[Way]], ModelSpec]
+
+
+class SpecStore:
+    """Finds specs, and keeps them: a trace takes seconds, and the planner's caches know a spec by its identity.
+
+    task    the model that was made to be traced
+    """
+
+    def __init__(self) -> None:
+        self.task: Task | None = None
+        self._found: dict[tuple[SpecRequest, frozenset[Way]], ModelSpec] = {}
+        self._traced: dict[tuple[SpecRequest, Way | None], ModelSpec] = {}
+
+    def find(self, request: SpecRequest, *, ways: Collection[Way] = (), trace: Trace) -> ModelSpec:
+        """Return the spec with the traces of `ways`; units that a shipped spec lacks compiled count as uncompiled."""
+        key = request, frozenset(ways)
+        if key not in self._found:
+            self._found[key] = self._with(request, ways=sorted(key[1]), trace=trace)
+        return self._found[key]
+
+    def _with(self, request: SpecRequest, *, ways: list[Way], trace: Trace) -> ModelSpec:
+        if request.kind == "params":
+            return states_only(request.reference)
+        shipped, laws = shipped_spec(request, ways=ways), architecture_for(request)
+        by_laws = laws.spec(name=request.reference, ways=ways) if laws is not None else None
+        found = shipped or by_laws or self._live(request, None, trace=trace)
+        missing = [(way, how) for way, how in ways if found.trace(computes_in=way, recompute=how) is None]
+        if shipped is not None and all(how in COMPILED.values() for way, how in missing if way not in FP8_WAYS):
+            missing = [one for one in missing if one[0] in FP8_WAYS]
+        for one in missing:
+            traced = self._live(request, one, trace=trace)
+            found = replace(traced, seq=found.seq, traces=(*found.traces, *traced.traces))
+        return found
+
+    def _live(self, request: SpecRequest, way: Way | None, *, trace: Trace) -> ModelSpec:
+        """Return the spec with one trace or none, from a new trace or from the cache."""
+        if (request, way) not in self._traced:
+            ways = [] if way is None else [way]
+            key = spec_key(request, ways=ways)
+            traced = kept_spec(key)
+            if traced is None:
+                with _nothing_collected():
+                    traced = trace(request, ways)
+                keep_spec(key, traced)
+            self._traced[request, way] = replace(traced, seq=traced.seq or request.seq)
+        return self._traced[request, way]
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Turn the garbage collector off.
+
+    The objects of torch's import stay alive, and collecting among them again and again takes a second. Tensors of a
+    trace must also be freed with their last reference, not at the time of a collection.
+    """
+    with without_collection():
+        try:
+            yield
+        finally:
+            gc.freeze()
