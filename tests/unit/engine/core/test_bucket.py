@@ -54,7 +54,7 @@ class Rank:
                     flat.attach(index, parameter)
             unit = Unit(name, module=nn.Identity(), placement=placement, flats=flats, setting=setting)
             unit.listen(UnitGrads(unit, hooks=SimpleNamespace(handles=[])))  # type: ignore[arg-type]
-            unit.grads.expect(parameter for flat in flats for parameter in flat.params)
+            unit.grads.expect([parameter for flat in flats for parameter in flat.params])
             unit.grads.closed = False
             unit.trained_flats = flats
             self.units.append(unit)
