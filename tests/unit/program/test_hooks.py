@@ -238,7 +238,6 @@ def test_two_forwards_before_one_backward_come_to_each_call_again() -> None:
         "begin backward",
         "backward (root) 0",
         "backward a 0",
-        "recompute (root)",
         "recompute a",
         "ready a",
         "end backward",
