@@ -10,7 +10,7 @@ from drawn_plans import FP8_UNITS, NARROW, draw_plan, is_narrow
 from drawn_plans import all_features as all_plan_features
 from drawn_plans import features as plan_features
 from parts import FROZEN, HOOKED, OTHER_MODEL, PARTS, REFUSED, SQUARE, USES, Part
-from python_parts import ELSEWHERE, FACTORS, HOOKS, SETTINGS
+from python_parts import ELSEWHERE, FACTORS, HOOKS, SETTINGS, WRITING
 
 OPTIMIZERS = ("sgd", "adamw", "adamw fused", "adam")
 # Rows and lengths of batches, by turns; ranks have different turns.
@@ -185,7 +185,10 @@ def with_graphs(case: Case) -> Case:
     """Return a case whose units run as graphs, with as many steps of each kind as it takes to replay one."""
     events = [event for event in case.events for _ in range(_STEPS_OF_GRAPHS if event.kind == "step" else 1)]
     # Parts are units, or their layers. What is offloaded does without graphs.
-    units = "leaf" if case.seed % 4 == 0 else "parts"
+    # Not their layers where a checkpoint computes again from what its forward has written: torch then goes back through
+    # those other values, and a graph of a layer through its own.
+    reads_again = any(part.checkpointed and part.kind in WRITING for part in case.parts)
+    units = "leaf" if case.seed % 4 == 0 and not reads_again else "parts"
     left_out = ("offload_activations", "update") if case.seed % 8 else ()
     # Where a parameter is used several times in each of several calls, gradients are added in another order.
     case = replace(case, graphs=True, double=True, events=tuple(events))
