@@ -13,7 +13,7 @@ from shardwise.models.specs.shipped import ready_spec
 from shardwise.plan import Plan
 from shardwise.plan.patterns import short_patterns
 from shardwise.planner.memory.peak import job_of
-from shardwise.planner.time.step_time import _prepare, _steady
+from shardwise.planner.time.step_time import _prepare, _steady, job_on
 from shardwise.planner.traffic import sent_bytes
 from shardwise.program import Kind, build
 from shardwise.program.owners import assign_owners
@@ -96,9 +96,12 @@ def test_the_planner_counts_what_moves_in_bytes_seconds_and_memory(strategy: str
     assert sent_bytes(jobs[1]) - sent_bytes(jobs[0]) == pytest.approx(3 * owned * 7 / 64, abs=8)
     seconds = []
     for one in (plan, moving):
-        short = _prepare(SPEC, plan=one, cluster=CLUSTER, optimizer="adamw")
+        short = _prepare(job_on(SPEC, plan=one, cluster=CLUSTER, optimizer="adamw"), cluster=CLUSTER)
         found = _steady(short, batch=4)
-        whole = _steady(_prepare(SPEC, plan=one, cluster=CLUSTER, optimizer="adamw", shortened=False), batch=4)
+        whole = _steady(
+            _prepare(job_on(SPEC, plan=one, cluster=CLUSTER, optimizer="adamw"), cluster=CLUSTER, shortened=False),
+            batch=4,
+        )
         assert found[1] == pytest.approx(whole[1], rel=0.002)
         seconds.append(found[1])
     least = 3 * owned * 7 / 64 / 900e9
