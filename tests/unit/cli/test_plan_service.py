@@ -92,8 +92,8 @@ def test_ways_out_are_settings_that_fit(service: PlanService) -> None:
     first, larger = smallest["ways"]
     assert first["text"].startswith("strategy auto (optimizer states in host memory, ")
     assert first["setting"] == {"strategy": "auto"}
-    assert larger["text"] == "8 GPUs and reduce-dtype bf16"
-    assert larger["setting"] == {"reduce_dtype": "bf16", "cluster": "8xh100-80gb"}
+    assert larger["text"] == "8 GPUs"
+    assert larger["setting"] == {"cluster": "8xh100-80gb"}
 
 
 @pytest.mark.parametrize(
