@@ -229,7 +229,7 @@ def _num_own(events: Sequence[StorageEvent]) -> int:
 
     They begin when the last storage that the unit has kept from earlier rows is gone.
     """
-    if all(event.owner in ("", None) for event in events if event.what is What.GRADIENT):
+    if not any(event.owner for event in events if event.what is What.GRADIENT):
         return len(events)
     born = {event.ordinal for event in events if event.act is Act.BORN}
     kept = [
