@@ -20,11 +20,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shardwise.engine import engine as engine_module
 from shardwise.engine.activations.recompute import without_random_numbers
 from shardwise.engine.core.core import Core
+from shardwise.engine.graphs import unit_graphs as unit_graphs_module
 from shardwise.engine.graphs.reads import NotCaptured, in_one_line
-from shardwise.engine.unit_graphs import unit_graphs as unit_graphs_module
-from shardwise.engine.unit_graphs.static_place import StaticPlace
-from shardwise.engine.unit_graphs.traced_unit import TracedUnit
-from shardwise.engine.unit_graphs.unit_graphs import UnitGraphs
+from shardwise.engine.graphs.static_place import StaticPlace
+from shardwise.engine.graphs.traced_unit import TracedUnit
+from shardwise.engine.graphs.unit_graphs import UnitGraphs
 
 # Share of the times at which a unit's parameters are elsewhere.
 _MOVED = 0.05

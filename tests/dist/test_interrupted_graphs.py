@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import shardwise
 from shardwise.engine.engine import engine_of
-from shardwise.engine.unit_graphs.tracer import Tracer
+from shardwise.engine.graphs.tracer import Tracer
 from shardwise.plan import Plan
 
 NUM_STEPS = 20

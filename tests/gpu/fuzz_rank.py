@@ -25,7 +25,7 @@ from outcomes import Outcome, run_cases  # noqa: E402
 from python_parts import SETTINGS, WRITING  # noqa: E402
 
 from shardwise.comm.agreement import exchange  # noqa: E402
-from shardwise.engine.unit_graphs import unit_graphs  # noqa: E402
+from shardwise.engine.graphs import unit_graphs  # noqa: E402
 
 # Three ordinary steps, the captured one, and a replay.
 _REPEATS = 5

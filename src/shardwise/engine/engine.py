@@ -13,11 +13,11 @@ from shardwise.engine.activations.wrap import wrap_units
 from shardwise.engine.core.core import Core
 from shardwise.engine.core.step_events import announce
 from shardwise.engine.core.tape import Tape
+from shardwise.engine.graphs.unit_graphs import UnitGraphs, unit_graphs_of
 from shardwise.engine.guards.guards import Guards
 from shardwise.engine.guards.inner_calls import InnerCalls
 from shardwise.engine.guards.loading import attach_loads
 from shardwise.engine.optimizer.owned import OwnedParameters
-from shardwise.engine.unit_graphs.unit_graphs import UnitGraphs, unit_graphs_of
 from shardwise.errors import InvalidModel
 
 

@@ -41,7 +41,7 @@ class PassMemory:
         return places_gradients(self.activations, loss=self.loss, gradients=self.gradients)
 
     def graph_bytes(self, *, with_gradients: bool) -> int:
-        """Return what is reserved in one piece for the graphs (engine/unit_graphs/arena.py)."""
+        """Return what is reserved in one piece for the graphs (engine/graphs/arena.py)."""
         gradients = self.gradients if with_gradients else 0
         return max(self.activations, gradients) + self.activations // max(self.num_units, 1)
 
@@ -101,7 +101,7 @@ class Ledger:
         return self.entries[:first], self.entries[first:update], self.entries[update:]
 
     def pass_memory(self, batch: int) -> "PassMemory":
-        """Return what there is when backward begins (engine/unit_graphs/arena.py observes it)."""
+        """Return what there is when backward begins (engine/graphs/arena.py observes it)."""
         live: dict[int, tuple[str, int]] = {}
         for slot, size, stream in self.entries[: self.backward_at]:
             if size is None:

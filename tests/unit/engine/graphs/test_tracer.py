@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine.unit_graphs import tracer as tracer_module
-from shardwise.engine.unit_graphs.traced_graph import TracedGraph, running
-from shardwise.engine.unit_graphs.tracer import Tracer
+from shardwise.engine.graphs import tracer as tracer_module
+from shardwise.engine.graphs.traced_graph import TracedGraph, running
+from shardwise.engine.graphs.tracer import Tracer
 
 
 @pytest.fixture(autouse=True)

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 
 from shardwise.engine.activations.recompute import checkpoint_of, saved_hooks
+from shardwise.engine.graphs.arena import Arenas, ObservedMemory
+from shardwise.engine.graphs.checkpointed_calls import CheckpointedCalls, saving_itself
+from shardwise.engine.graphs.given_inputs import GivenInputs, Refused
+from shardwise.engine.graphs.pass_form import is_special, why_untraceable
 from shardwise.engine.graphs.reads import NotCaptured
-from shardwise.engine.unit_graphs.arena import Arenas, ObservedMemory
-from shardwise.engine.unit_graphs.checkpointed_calls import CheckpointedCalls, saving_itself
-from shardwise.engine.unit_graphs.given_inputs import GivenInputs, Refused
-from shardwise.engine.unit_graphs.pass_form import is_special, why_untraceable
-from shardwise.engine.unit_graphs.recorded_pass import RecordedPass
-from shardwise.engine.unit_graphs.reports import Reports
-from shardwise.engine.unit_graphs.traced_graph import Outputs, TracedGraph
-from shardwise.engine.unit_graphs.traced_unit import TracedUnit
+from shardwise.engine.graphs.recorded_pass import RecordedPass
+from shardwise.engine.graphs.reports import Reports
+from shardwise.engine.graphs.traced_graph import Outputs, TracedGraph
+from shardwise.engine.graphs.traced_unit import TracedUnit
 from shardwise.program.hooks import recomputing
 from shardwise.torch_internals.torch_private import disable_dynamo
 

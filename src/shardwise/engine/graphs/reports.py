@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from shardwise.engine.graphs.traced_unit import TracedUnit
 from shardwise.engine.protocol import Tell
-from shardwise.engine.unit_graphs.traced_unit import TracedUnit
 
 
 class Reports:

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.engine.graphs.given_inputs import GivenInputs
+from shardwise.engine.graphs.graph_device import GraphDevice
 from shardwise.engine.graphs.reads import NotCaptured
-from shardwise.engine.unit_graphs.given_inputs import GivenInputs
-from shardwise.engine.unit_graphs.graph_device import GraphDevice
-from shardwise.engine.unit_graphs.recorded_call import Grads, RecordedCall
-from shardwise.engine.unit_graphs.replayed_call import ReplayedCall
-from shardwise.engine.unit_graphs.static_place import StaticPlace
-from shardwise.engine.unit_graphs.traced_graph import Outputs, TracedGraph
-from shardwise.engine.unit_graphs.traced_unit import TracedUnit
+from shardwise.engine.graphs.recorded_call import Grads, RecordedCall
+from shardwise.engine.graphs.replayed_call import ReplayedCall
+from shardwise.engine.graphs.static_place import StaticPlace
+from shardwise.engine.graphs.traced_graph import Outputs, TracedGraph
+from shardwise.engine.graphs.traced_unit import TracedUnit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,20 +29,20 @@ from shardwise.comm.job_environment import capture_is_off
 from shardwise.comm.leave import release_before_leaving
 from shardwise.engine.activations.recompute import replace_forward
 from shardwise.engine.core.core import Core
+from shardwise.engine.graphs.arena import Arena, Arenas, ObservedMemory
+from shardwise.engine.graphs.balance import Balance
+from shardwise.engine.graphs.graph_device import CudaGraphs, GraphDevice
+from shardwise.engine.graphs.pass_form import num_elements, shapes_of
+from shardwise.engine.graphs.recorded_pass import RecordedPass
+from shardwise.engine.graphs.reports import Reports
+from shardwise.engine.graphs.slots import Slots
 from shardwise.engine.graphs.step_device import FULL
 from shardwise.engine.graphs.step_pool import why_no_pool
+from shardwise.engine.graphs.traced_unit import TracedUnit, traced_unit
+from shardwise.engine.graphs.tracer import Tracer
+from shardwise.engine.graphs.unit_calls import Mode, UnitCalls
 from shardwise.engine.optimizer.allocate import move_states
 from shardwise.engine.protocol import Tell
-from shardwise.engine.unit_graphs.arena import Arena, Arenas, ObservedMemory
-from shardwise.engine.unit_graphs.balance import Balance
-from shardwise.engine.unit_graphs.graph_device import CudaGraphs, GraphDevice
-from shardwise.engine.unit_graphs.pass_form import num_elements, shapes_of
-from shardwise.engine.unit_graphs.recorded_pass import RecordedPass
-from shardwise.engine.unit_graphs.reports import Reports
-from shardwise.engine.unit_graphs.slots import Slots
-from shardwise.engine.unit_graphs.traced_unit import TracedUnit, traced_unit
-from shardwise.engine.unit_graphs.tracer import Tracer
-from shardwise.engine.unit_graphs.unit_calls import Mode, UnitCalls
 from shardwise.spec import ROOT, ModelSpec
 from shardwise.vocabulary.tested_versions import installed_torch, untested_torch
 

@@ -3,7 +3,7 @@
 import pytest
 from planned_specs import spec_for
 
-from shardwise.engine.unit_graphs.slots import slot_numbers
+from shardwise.engine.graphs.slots import slot_numbers
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.program import Kind, StepProgram, build

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardwise.engine.unit_graphs.graph_device import GraphDevice
-from shardwise.engine.unit_graphs.recorded_pass import RecordedPass
+from shardwise.engine.graphs.graph_device import GraphDevice
+from shardwise.engine.graphs.recorded_pass import RecordedPass
 from shardwise.program.gradient_place import places_gradients
 
 # Forms of passes whose graphs are kept in one arena, and passes that may overlap.

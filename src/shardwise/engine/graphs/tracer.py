@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise.engine.unit_graphs.traced_graph import Outputs, TracedGraph
+from shardwise.engine.graphs.traced_graph import Outputs, TracedGraph
 from shardwise.torch_internals import torch_private
 
 _SETTINGS = {

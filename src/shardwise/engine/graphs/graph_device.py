@@ -1,4 +1,4 @@
-"""Records and replays graphs on a CUDA device. Their memory comes from one pool (graphs/step_pool.py)."""
+"""Records and replays graphs on a CUDA device. Their memory comes from one pool (step_pool.py)."""
 
 import warnings
 from collections.abc import Callable
@@ -10,9 +10,9 @@ from torch import Tensor
 from shardwise.engine.activations.recompute import without_random_numbers
 from shardwise.engine.graphs.graph_fills import fill_by_kernels
 from shardwise.engine.graphs.reads import NotCaptured, in_one_line
+from shardwise.engine.graphs.static_place import StaticPlace, uninitialised
 from shardwise.engine.graphs.step_device import StepDevice
 from shardwise.engine.graphs.step_pool import StepPool
-from shardwise.engine.unit_graphs.static_place import StaticPlace, uninitialised
 from shardwise.vocabulary.collection import without_collection
 
 Result = TypeVar("Result")

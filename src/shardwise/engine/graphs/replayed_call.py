@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.engine.core.parameters import unguarded
-from shardwise.engine.unit_graphs.recorded_call import Grads, RecordedCall
-from shardwise.engine.unit_graphs.static_place import StaticPlace
+from shardwise.engine.graphs.recorded_call import Grads, RecordedCall
+from shardwise.engine.graphs.static_place import StaticPlace
 from shardwise.torch_internals import torch_private
 
 

@@ -1,6 +1,6 @@
 """When graphs make way."""
 
-from shardwise.engine.unit_graphs.balance import Balance
+from shardwise.engine.graphs.balance import Balance
 
 
 def test_recordings_are_repaid_by_replays() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwise.engine.unit_graphs.arena import ObservedMemory
+from shardwise.engine.graphs.arena import ObservedMemory
 
 
 @pytest.mark.parametrize(

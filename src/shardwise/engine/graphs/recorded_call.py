@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.engine.core.parameters import parameter_like, unguarded
-from shardwise.engine.unit_graphs.given_inputs import GivenInputs, Refused, memory
-from shardwise.engine.unit_graphs.graph_device import Graph, GraphDevice
-from shardwise.engine.unit_graphs.leaf_edges import LeafEdge, edges_to_leaves, gradients_by_edge
-from shardwise.engine.unit_graphs.static_place import StaticPlace, at, empty_like
-from shardwise.engine.unit_graphs.traced_graph import Outputs, TracedGraph
-from shardwise.engine.unit_graphs.traced_unit import TracedUnit
+from shardwise.engine.graphs.given_inputs import GivenInputs, Refused, memory
+from shardwise.engine.graphs.graph_device import Graph, GraphDevice
+from shardwise.engine.graphs.leaf_edges import LeafEdge, edges_to_leaves, gradients_by_edge
+from shardwise.engine.graphs.static_place import StaticPlace, at, empty_like
+from shardwise.engine.graphs.traced_graph import Outputs, TracedGraph
+from shardwise.engine.graphs.traced_unit import TracedUnit
 
 Grads = tuple[Tensor | None, ...]
 PlaceOf = Callable[[Tensor], StaticPlace | None]

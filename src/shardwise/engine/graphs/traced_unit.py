@@ -12,8 +12,8 @@ from shardwise.engine.activations.selective import Products
 from shardwise.engine.core.core import Core
 from shardwise.engine.core.parameters import unguarded
 from shardwise.engine.core.unit import Unit
-from shardwise.engine.unit_graphs.traced_graph import Outputs, TracedGraph, running
-from shardwise.engine.unit_graphs.tracer import Tracer
+from shardwise.engine.graphs.traced_graph import Outputs, TracedGraph, running
+from shardwise.engine.graphs.tracer import Tracer
 from shardwise.units.scripted import is_scripted
 
 # Calls without a graph, of a unit that has never had one.
