@@ -13,7 +13,8 @@ A case is a model, and the lengths of its batches in turn. `new shapes` is the w
 16 lengths come up for the first time, in a new model each.
 
 `--contestants units` runs one alone, whose memory does not mix with that of others. `--predict` prints what the planner
-says of `units` (capture = "units") in the cases of one length, without a GPU.
+says of `units` (capture = "units") and `off`, without a GPU: memory in all cases of models of tokens, and the time of
+`units` in those of one length.
 
     reserved_bytes   the most that the allocator reserved during warm-up and later, without what others hold
     device_bytes     what the device had in use besides what others hold, with the driver's data of graphs; the first
@@ -211,10 +212,10 @@ def measure_new_shapes(case: Case, *, blocks: int) -> dict[str, Any]:
 
 
 def predict(name: str, case: Case) -> None:
-    """Print the planner's time and memory of a loop whose units are CUDA graphs."""
+    """Print the planner's memory of a loop with and without CUDA graphs and, of one length, its time with them."""
 
     def make_batch(size: int) -> Batch:
-        ids = torch.randint(5, 30000, (size, case.lengths[0]), device="meta")
+        ids = torch.randint(5, 30000, (size, max(case.lengths)), device="meta")
         return {"input_ids": ids, "labels": ids}
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -225,10 +226,16 @@ def predict(name: str, case: Case) -> None:
     plan = Plan(strategy="fsdp", precision="bf16", micro_batch=case.samples, capture="units")
     ways = traced_ways(trace_task(task, name=name, ways=[]), plan=plan)
     spec = trace_task(task, name=name, ways=[(plan.precision, way) for way in ways])
-    memory = estimate(spec, plan=plan, num_ranks=1, batch=case.samples)
-    time = estimate_time(spec, plan=plan, cluster=cluster_of("1xh200"), optimizer="adamw-fused")
-    assert time is not None
-    measuring.show(name, {"step_seconds": time.step_seconds, "reserved_bytes": memory.reserved_bytes})
+    if len(case.lengths) > 1:
+        spec = replace(spec, lengths=case.lengths)
+    else:
+        time = estimate_time(spec, plan=plan, cluster=cluster_of("1xh200"), optimizer="adamw-fused")
+        assert time is not None
+        measuring.show(name, {"step_seconds": time.step_seconds})
+    for capture in ("units", "off"):
+        one = replace(plan, capture=capture)
+        memory = estimate(spec, plan=one, num_ranks=1, batch=case.samples, made_on_device=True)
+        measuring.show(f"{name}, {capture}", {"reserved_bytes": memory.reserved_bytes})
 
 
 def main() -> None:
@@ -236,7 +243,7 @@ def main() -> None:
     asked = measuring.options(__doc__, cases=list(CASES), contestants=[], blocks=5, predict=False, out=out, here="")
     if asked.predict:
         for name in asked.cases:
-            if "whole" in CASES[name].contestants:
+            if "whole" in CASES[name].contestants or "torch_ddp" in CASES[name].contestants:
                 predict(name, CASES[name])
         return
     if asked.here:

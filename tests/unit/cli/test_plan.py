@@ -169,6 +169,7 @@ def test_options_change_what_is_planned(capfd: pytest.CaptureFixture[str]) -> No
 
     plain = peak()
     assert peak("--seq", "512") < plain
+    assert peak("--lengths", "256,512") == pytest.approx(peak("--seq", "512"), rel=0.01)
     assert peak("--precision", "fp32") > plain
     assert peak("--recompute", "full") < plain
     assert peak("--optimizer", "sgd") < plain
@@ -554,6 +555,8 @@ def test_the_frontier_shows_auto_against_the_fastest_fixed_plan(capfd: pytest.Ca
         (["--mesh", "8"], "--mesh 8: must be REPLICATExSHARD"),
         (["--mesh", "3x3"], "9"),
         (["--global-batch", "9"], "it must be a multiple of 8"),
+        (["--lengths", "512,0"], "--lengths 512,0: say the tokens per sample of each batch, as 1024,512,768"),
+        (["--lengths", "512,256", "--seq", "1024"], "--seq 1024: the longest is the sample that is planned"),
         (["--recompute", "full,nowhere=none"], "recompute_overrides.nowhere matches no unit"),
     ],
 )
