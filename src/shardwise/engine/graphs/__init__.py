@@ -13,10 +13,12 @@ static_place.py        a tensor at a fixed address, which may be lent to code ou
 given_inputs.py        the inputs of a call of a traced graph, and what must be equal for a replay
 recorded_call.py       the two CUDA graphs of one call of a traced graph: forward and backward
 leaf_edges.py          the ways by which autograd comes to a graph's inputs
+handed_gradients.py    hands the gradients of a replayed backward over at once
 replayed_call.py       a replayed call as a node of autograd
 recorded_pass.py       the calls of one pass in order, which share memory
 arena.py               memory for the graphs of passes; overlapping passes use several
 slots.py               fixed addresses for gathered parameters
 unit_calls.py          runs calls of units as the pass does
-unit_graphs.py         decides for each pass: ordinary, traced, recorded or replayed
+unit_graphs.py         decides for each pass: ordinary, traced, recorded or replayed (balance.py: whether graphs pay)
+reports.py             lines that tell the user which units run as graphs
 """
