@@ -3,7 +3,7 @@
 Random weights, bf16, fused AdamW, clipping, the trainers' defaults otherwise. One NCCL rank and one process for each,
 one after the other:
 
-    shardwise         Plan(strategy="fsdp", precision="bf16"), which captures by default
+    shardwise         Plan(strategy="fsdp", precision="bf16"): units are CUDA graphs by default
     shardwise-eager   the same with capture = "off"
     fsdp2             TrainingArguments(fsdp=True)
     ddp               DistributedDataParallel around the model: on one rank a trainer would leave it out
@@ -213,10 +213,10 @@ def predict(name: str) -> None:
     passes = [padded(rows[at : at + size]) for at in range(0, len(rows), size)]
     spec = trace_task(task, name=name, ways=[("bf16", "none")])
     spec = replace(spec, lengths=tuple(batch["input_ids"].shape[1] for batch in passes))
-    for capture in ("units", "off"):
-        plan = Plan(strategy="fsdp", precision="bf16", accumulate=case.passes, capture=capture)
-        memory = estimate(spec, plan=plan, num_ranks=1, batch=size, made_on_device=True)
-        measuring.show(f"{name}, {capture}", {"reserved_bytes": memory.reserved_bytes})
+    plan = Plan(strategy="fsdp", precision="bf16", accumulate=case.passes)
+    for as_graphs in (True, False):
+        memory = estimate(spec, plan=plan, num_ranks=1, batch=size, made_on_device=True, as_graphs=as_graphs)
+        measuring.show(f"{name}, {'units' if as_graphs else 'off'}", {"reserved_bytes": memory.reserved_bytes})
 
 
 def make_tokenizer(num_words: int) -> Any:

@@ -141,21 +141,21 @@ def set_of_names(prepare: Prepare) -> list[Any]:
     return loop(prepare, Net(Own), before=lambda step, net: enabled.add("skip") if step == 9 else None)
 
 
-_SCALE: ContextVar[float] = ContextVar("scale", default=1.0)
+_CONTEXT_SCALE: ContextVar[float] = ContextVar("scale", default=1.0)
 
 
 @program
 def context_variable(prepare: Prepare) -> list[Any]:
     class Own(Block):
         def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x * _SCALE.get())
+            return super().forward(x * _CONTEXT_SCALE.get())
 
     def loss(net: Any, x: Tensor, step: int) -> Tensor:
-        token = _SCALE.set(0.5 if step > 9 else 1.0)
+        token = _CONTEXT_SCALE.set(0.5 if step > 9 else 1.0)
         try:
             return net(x).square().mean()
         finally:
-            _SCALE.reset(token)
+            _CONTEXT_SCALE.reset(token)
 
     return loop(prepare, Net(Own), loss=loss, steps=28)
 

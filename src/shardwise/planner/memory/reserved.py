@@ -7,12 +7,9 @@ decides where that state is placed.
 Of many equal units a moderate number is run; each further one is assumed to add the same.
 
 A model that was made on the device, not on the meta device or the host, frees its parameters' memory when it is
-prepared; ordinary steps reuse that. Captured steps do not: the allocator gives it back before the capture.
+prepared; steps reuse that.
 
-Captured steps have their own pool, in which the optimizer's state is allocated too (engine/captured/step_memory.py).
-What exists before the first step, and what is kept for graphs, is outside the pool.
-
-Where units are CUDA graphs (capture = 'units'), what they compute has its own pool, which averaged gradients may use as
+Where units are CUDA graphs, what they compute has its own pool, which averaged gradients may use as
 well (program/gradient_place.py) unless they are accumulated over several passes; gathered units have one of their own.
 
 Batches of several lengths (ModelSpec.lengths) are run in their order, again and again until a round needs no new
@@ -67,8 +64,8 @@ def reserve(
     """Run a job at one batch on a device with `limit_bytes` for tensors; the others as for `estimate`."""
     run = partial(_reserve, batch=batch, limit_bytes=limit_bytes, made_on_device=made_on_device, expands=expands)
     found = run(job)
-    if job.spec.lengths and job.plan.captures_units:
-        ordinary = replace(job, plan=replace(job.plan, capture="off"), _cuts={})
+    if job.spec.lengths and job.as_graphs:
+        ordinary = replace(job, as_graphs=False, _cuts={})
         found = max(found, run(ordinary), key=attrgetter("reserved_bytes"))
     return found
 
@@ -76,7 +73,7 @@ def reserve(
 def _reserve(job: Job, *, batch: int, limit_bytes: int | None, made_on_device: bool, expands: bool) -> Reserved:
     *shorter, longer = reserved_jobs(job)
     more = len(job.spec.units) - len(longer.short.spec.units)
-    in_graphs = job.plan.captures_units and job.unshortened.ledger.pass_memory(batch).places_gradients
+    in_graphs = job.as_graphs and job.unshortened.ledger.pass_memory(batch).places_gradients
     run = partial(_run, batch=batch, in_graphs=in_graphs, made_on_device=made_on_device, expands=expands)
     if not shorter:
         return run(longer, limit_bytes=limit_bytes)
@@ -101,15 +98,15 @@ def _run(
     run = _Run(batch, gradients_in=UNIT_GRAPHS if in_graphs else "", allocator=allocator)
     takes_first = job.engine.takes_workspaces_first
     if takes_first:
-        run.allocate_workspaces(job, "first" if job.plan.captures else "")
+        run.allocate_workspaces(job)
     made = {}
-    if made_on_device and not job.plan.captures:
+    if made_on_device:
         sizes = [param.num_bytes for unit in job.short.spec.units for param in unit.params]
         made = {number: (run.allocate(size), size) for number, size in enumerate(sizes)}
     for size in _sizes_before(job, batch=batch):
-        run.allocate(size, "first" if job.plan.captures else "")
+        run.allocate(size)
     run.free_all(made)
-    if job.plan.captures_units:
+    if job.as_graphs:
         # Before graphs are recorded, the state is moved and unused memory given back.
         run.allocate_moments(job)
         num_bytes = job.ledger.pass_memory(batch).graph_bytes(with_gradients=in_graphs)
@@ -126,7 +123,7 @@ def _run(
 def _shares(job: Job) -> tuple[list[float], list[float]]:
     """Return the lengths of the first step's passes and of later ones, by the longest; one where all are equal."""
     lengths = job.spec.lengths
-    if not lengths or job.plan.captures:
+    if not lengths:
         return [1.0], [1.0]
     shares = [length / max(lengths) for length in lengths]
     num_first = job.plan.accumulate
@@ -154,7 +151,7 @@ def _first_step(run: "_Run", job: Job, *, workspace: int) -> None:
 
 
 def _later_steps(run: "_Run", job: Job) -> None:
-    """Run rounds of all lengths, until one needs no new segment; of one length and with captured steps at most two.
+    """Run rounds of all lengths, until one needs no new segment; of one length at most two.
 
     A step frees all that it allocates. One that needed no new segment leaves the allocator as it was before, so that
     the next one would be the same. The first one with graphs finds no free memory, and leaves some that fits no later
@@ -162,19 +159,16 @@ def _later_steps(run: "_Run", job: Job) -> None:
     """
     _, shares = _shares(job)
     steps = {share: run.sized(job.ledger.entries, share=share) for share in set(shares)}
-    samples = [size for states in job.states.values() for size in states.samples]
     longest = 0.0
-    for number in range(_MOST_ROUNDS if len(shares) > 1 else 2):
+    for _ in range(_MOST_ROUNDS if len(shares) > 1 else 2):
         num_segments, run.peak = run.allocator.num_segments, 0
         for share in shares:
-            if longest and share > longest and job.plan.captures_units:
+            if longest and share > longest and job.as_graphs:
                 run.allocator.give_back(without=(UNIT_GRAPHS, SLOTS))
             longest = max(longest, share)
             run.free_all(run.replay(steps[share], {}))
-        if run.allocator.num_segments == num_segments and not samples:
+        if run.allocator.num_segments == num_segments:
             return
-        for size in samples if not number else ():
-            run.allocate(size, "samples")
 
 
 def _sizes_before(job: Job, *, batch: int) -> list[int]:

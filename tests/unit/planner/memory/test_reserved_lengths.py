@@ -12,17 +12,15 @@ from shardwise.planner import estimate
 RESULTS = Path(__file__).parents[4] / "benchmarks" / "results" / "unit_graphs_h200.json"
 
 
-def reserved_bytes(*lengths: int, capture: str = "off", accumulate: int = 1) -> int:
-    plan = Plan(strategy="fsdp", precision="bf16", capture=capture, accumulate=accumulate)
+def reserved_bytes(*lengths: int, as_graphs: bool = False, accumulate: int = 1) -> int:
+    plan = Plan(strategy="fsdp", precision="bf16", accumulate=accumulate)
     spec = Model("gpt2-124m", seq=1024, lengths=lengths).spec_for(plan)
-    return estimate(spec, plan=plan, num_ranks=1, batch=4).reserved_bytes
+    return estimate(spec, plan=plan, num_ranks=1, batch=4, as_graphs=as_graphs).reserved_bytes
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
-@pytest.mark.parametrize("capture", ["off", "on"])
-def test_batches_of_one_length_need_what_they_need_without_lengths(capture: str, accumulate: int) -> None:
-    named = reserved_bytes(1024, 1024, capture=capture, accumulate=accumulate)
-    assert named == reserved_bytes(capture=capture, accumulate=accumulate)
+def test_batches_of_one_length_need_what_they_need_without_lengths(accumulate: int) -> None:
+    assert reserved_bytes(1024, 1024, accumulate=accumulate) == reserved_bytes(accumulate=accumulate)
 
 
 def test_lengths_in_turn_need_more_than_the_longest_and_the_order_decides_how_much() -> None:
@@ -34,10 +32,10 @@ def test_lengths_in_turn_need_more_than_the_longest_and_the_order_decides_how_mu
 
 def test_units_as_graphs_need_at_least_what_the_ordinary_steps_before_them_do() -> None:
     lengths = (256, 512, 768, 1024)
-    ordinary, graphs = (reserved_bytes(*lengths, capture=capture) for capture in ("off", "units"))
+    ordinary, graphs = (reserved_bytes(*lengths, as_graphs=as_graphs) for as_graphs in (False, True))
     assert graphs >= ordinary
     # The memory of graphs itself is that of the longest.
-    assert graphs == pytest.approx(max(ordinary, reserved_bytes(capture="units")), rel=0.05)
+    assert graphs == pytest.approx(max(ordinary, reserved_bytes(as_graphs=True)), rel=0.05)
 
 
 def test_a_measured_loop_of_four_lengths_is_predicted_within_3_percent() -> None:
