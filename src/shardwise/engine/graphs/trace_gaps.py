@@ -4,6 +4,7 @@ lookups that fail   a caught KeyError or AttributeError leaves no guard: the tra
 classes             an attribute of a class that the code writes is read as it was before
 """
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,7 +48,8 @@ def _look_on() -> None:
 
     def handle_exception(translator: Any, error: Any) -> None:
         is_raised = translator.current_instruction.opname in _RAISES or getattr(error, "raised_by_code", False)
-        if _NOTICING.is_on and not is_raised and type(error).__name__ in _LOOKUPS:
+        is_lookup = type(error).__name__ in _LOOKUPS and not _asks_for_protocols(translator, error)
+        if _NOTICING.is_on and is_lookup and not is_raised:
             raise NotTraced("it looks up a key or an attribute that is not there, and torch does not look again")
         error.raised_by_code = True
         handle(translator, error)
@@ -59,3 +61,9 @@ def _look_on() -> None:
 
     torch_private.replace("handle_exception", handle_exception)
     torch_private.replace("store_attribute", store_attribute)
+
+
+def _asks_for_protocols(translator: Any, error: Any) -> bool:
+    """Return whether the standard library looks for an attribute, such as `__signature__`: nobody adds one later."""
+    package = str(translator.f_globals.get("__name__", "")).partition(".")[0]
+    return type(error).__name__ == "ObservedAttributeError" and package in sys.stdlib_module_names
