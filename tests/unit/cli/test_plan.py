@@ -169,6 +169,7 @@ def test_options_change_what_is_planned(capfd: pytest.CaptureFixture[str]) -> No
 
     plain = peak()
     assert peak("--seq", "512") < plain
+    assert peak("--lengths", "256,512") == pytest.approx(peak("--seq", "512"), rel=0.01)
     assert peak("--precision", "fp32") > plain
     assert peak("--recompute", "full") < plain
     assert peak("--optimizer", "sgd") < plain
@@ -385,3 +386,195 @@ def test_a_step_that_is_faster_with_units_as_cuda_graphs_is_said_to_be(capfd: py
     assert as_json(capfd, *asked, "1xh100-80gb", "--micro-batch", "32")["captured"] is None
     assert as_json(capfd, *asked, "1xh100-80gb", "--micro-batch", "4", "--capture", "off")["captured"] is None
     assert as_json(capfd, *asked, "1xh100-80gb", "--micro-batch", "4", "--engine", "torch")["captured"] is None
+
+
+def test_updates_inside_backward_are_not_said_to_be_faster_with_graphs(capfd: pytest.CaptureFixture[str]) -> None:
+    """They read gradients that would lie in the memory of graphs."""
+    asked = ("gpt2-124m", "--cluster", "1xh200", "--strategy", "fsdp", "--micro-batch", "1", "--offload", "states")
+    assert run(*asked) == 0
+    out = " ".join(capfd.readouterr().out.split())
+    assert "With units as CUDA graphs, which is the default, fsdp takes 0.0" in out
+    assert run(*asked, "--update", "backward") == 0
+    assert "graphs" not in capfd.readouterr().out
+
+
+def test_the_band_says_what_it_follows_from(capfd: pytest.CaptureFixture[str]) -> None:
+    data = as_json(capfd, "gpt2-350m", "--cluster", "2x8xa100", "--strategy", "zero2", "--like", "deepspeed")
+    for candidate in data["candidates"]:
+        assert "across nodes" in candidate["band_of_time_from"]
+        assert candidate["error_band"]["time"] > 0.2
+
+
+def test_another_system_sets_its_own_defaults_and_names_them(capfd: pytest.CaptureFixture[str]) -> None:
+    options = ("llama-3.2-1b", "--cluster", "8xh100-80gb", "--micro-batch", "1", "--accumulate", "4")
+    data = as_json(capfd, *options, "--like", "torch-fsdp")
+    plan = data["candidates"][-1]["plan"]
+    assert [one["strategy"] for one in data["candidates"]] == ["shard_grad_op", "fsdp"]
+    assert (plan["engine"], plan["reduce_dtype"], plan["accumulate_reduced"]) == ("torch", "bf16", True)
+    assert "--reduce-dtype bf16, gradients reduced in every pass" in data["like"]
+    # What is given wins.
+    data = as_json(capfd, *options, "--like", "torch-fsdp", "--reduce-dtype", "fp32", "--strategy", "fsdp")
+    assert [one["plan"].get("reduce_dtype", "fp32") for one in data["candidates"]] == ["fp32"]
+    assert run(*options, "--like", "megatron-ddp") == 0
+    assert "Like megatron-ddp (Megatron-Core DDP): --engine shardwise" in capfd.readouterr().out
+    assert run(*options, "--like", "deepsped") == 2
+    assert "did you mean" in capfd.readouterr().err
+
+
+def test_torchs_engine_has_the_usual_loss(capfd: pytest.CaptureFixture[str]) -> None:
+    options = ("llama-3.2-1b", "--cluster", "8xh100-80gb", "--micro-batch", "1", "--seq", "4096", "--strategy", "fsdp")
+
+    def peak(*more: str) -> int:
+        return int(as_json(capfd, *options, *more)["candidates"][0]["peak_bytes"]["allocated"])
+
+    assert peak("--engine", "torch") > peak("--engine", "torch", "--loss", "lean") + 4096 * 128256 * 4
+    assert peak("--loss", "usual") > peak()
+    for model, loss, message in (("resnet18", "lean", "has a loss of its own"), ("gpt-tiny", "less", "unknown loss")):
+        assert run(model, "--cluster", "8xh100-80gb", "--loss", loss) == 2
+        assert message in capfd.readouterr().err
+
+
+def test_tiled_modules_need_less_memory(capfd: pytest.CaptureFixture[str]) -> None:
+    options = ("llama-tiny", "--cluster", "8xh100-80gb", "--strategy", "fsdp", "--micro-batch", "8", "--seq", "256")
+    whole, tiled = (
+        as_json(capfd, *options, *more)["candidates"][0]["breakdown_bytes"]["activations"]
+        for more in ((), ("--tile", "*.feed_forward=32"))
+    )
+    assert tiled < whole
+    for tile, message in (("*.mlp", "must be MODULES=TOKENS"), ("*.mlp=32", "matches no module")):
+        assert run(*options, "--tile", tile) == 2
+        assert message in capfd.readouterr().err
+
+
+def test_adapters_have_little_state_and_a_base_in_four_bits_is_smaller(capfd: pytest.CaptureFixture[str]) -> None:
+    options = ("llama-tiny", "--cluster", "2xh100-80gb", "--strategy", "ddp", "--micro-batch", "1")
+    adapters = ("--lora", "4", "--lora-targets", "q")
+    full, adapted, packed = (
+        as_json(capfd, *options, *more)["candidates"][0]["breakdown_bytes"]
+        for more in ((), adapters, (*adapters, "--quantize", "nf4"))
+    )
+    assert packed["optim"] == adapted["optim"] < 0.05 * full["optim"]
+    assert packed["params"] < 0.6 * adapted["params"]
+    assert run(*options, "--quantize", "nf4") == 2
+    assert "needs --lora RANK" in capfd.readouterr().err
+
+
+def test_an_assumed_fabric_is_named_and_widens_the_band(capfd: pytest.CaptureFixture[str]) -> None:
+    options = ("llama-2-7b", "--strategy", "fsdp", "--mesh", "1x64", "--seq", "2048", "--micro-batch", "1")
+    assumed = as_json(capfd, *options, "--cluster", "8x8xa100-80gb")
+    given = as_json(capfd, *options, "--cluster", "8x8xa100-80gb@ib-8x200")
+    slow = as_json(capfd, *options, "--cluster", "8x8xa100-80gb", "--fabric-gbps", "496")
+    assert (assumed["fabric"]["assumed"], given["fabric"]["assumed"]) == (True, False)
+    (one,), (two,), (three,) = (data["candidates"] for data in (assumed, given, slow))
+    assert one["step_seconds"] == two["step_seconds"]
+    assert one["error_band"]["time"] > 2 * two["error_band"]["time"]
+    low, high = one["step_seconds_range"]
+    assert low < one["step_seconds"] < three["step_seconds"] < high
+    assert 496e9 / 8 < assumed["fabric"]["needed_bytes_per_s"] < 8 * 25e9
+    assert run(*options, "--cluster", "8x8xa100-80gb") == 0
+    shown = capfd.readouterr().out
+    assert "Fabric assumed: ib-8x200 (1,600 Gb/s per node)" in shown
+    assert "the fabric is assumed)" in shown
+    assert run("gpt2-124m", "--cluster", "8xa100-80gb", "--fabric-gbps", "400") == 2
+    assert "8xa100-80gb is one node" in capfd.readouterr().err
+
+
+def test_auto_is_a_row_of_its_own_and_is_saved(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.toml"
+    common = ("llama-3.1-8b", "--cluster", "8xh100-80gb", "--micro-batch", "1", "--budget", "60GiB")
+    data = as_json(capfd, *common, "--strategy", "auto", "--save", str(path))
+    assert [candidate["strategy"] for candidate in data["candidates"]] == [*STRATEGIES, "auto"]
+    auto = data["candidates"][data["recommended"]]
+    assert auto["strategy"] == "auto"
+    assert auto["fits"] == "yes"
+    assert auto["capacity_bytes"] == 60 * 2**30
+    assert "recompute" in data["why"]
+    assert Plan.load(path).to_dict() == auto["plan"]
+    assert run("explain", str(path), "--model", "llama-3.1-8b", command=()) == 0
+    out = capfd.readouterr().out
+    assert "to blocks.31" in out
+    assert run("explain", str(path), command=()) == 2
+    assert "give their model with --model" in capfd.readouterr().err
+
+
+def test_auto_that_cannot_fit_exits_with_1(capfd: pytest.CaptureFixture[str]) -> None:
+    options = ("gpt2-1.5b", "--cluster", "8xa100-40gb", "--strategy", "auto", "--budget", "2GiB", "--micro-batch", "1")
+    assert run(*options) == 1
+    assert "no plan for 8xa100-40gb fits into 2.00 GiB per device" in capfd.readouterr().out.replace("\n", " ")
+
+
+def test_the_cost_of_a_training_follows_from_its_speed(capfd: pytest.CaptureFixture[str]) -> None:
+    options = ("gpt2-350m", "--cluster", "8xh100", "--strategy", "fsdp", "--global-batch", "512")
+    data = as_json(capfd, *options, "--tokens", "300B", "--price", "2.50")
+    (candidate,), (row,) = data["candidates"], data["training"]
+    assert candidate["micro_batch"] * candidate["accumulate"] * 8 == 512
+    assert (row["global_batch"], row["global_batch_tokens"]) == (512, 512 * 1024)
+    assert row["days"] == pytest.approx(300e9 / row["tokens_per_day"])
+    assert row["tokens_per_day"] == pytest.approx(candidate["samples_per_s"] * 1024 * 86_400)
+    assert row["cost"] == pytest.approx(2.5 * row["gpu_hours"])
+    assert row["gpu_hours"] == pytest.approx(row["days"] * 24 * 8)
+    assert run(*options, "--tokens", "300B", "--price", "2.50") == 0
+    assert "GPU-hours" in capfd.readouterr().out
+
+
+def test_mesh_passes_reduce_dtype_and_recompute_by_unit_can_be_set(capfd: pytest.CaptureFixture[str]) -> None:
+    options = ("gpt2-124m", "--cluster", "2x8xh100", "--strategy", "fsdp", "--micro-batch", "2")
+    settings = ("--mesh", "4x4", "--accumulate", "3", "--reduce-dtype", "bf16", "--recompute", "full,blocks.[0-3]=none")
+    (candidate,) = as_json(capfd, *options, *settings)["candidates"]
+    plan = candidate["plan"]
+    assert plan["mesh"] == {"replicate": 4, "shard": 4}
+    assert (plan["accumulate"], plan["reduce_dtype"], plan["recompute"]) == (3, "bf16", "full")
+    assert plan["recompute_overrides"] == {"blocks.[0-3]": "none"}
+
+
+def test_the_frontier_shows_auto_against_the_fastest_fixed_plan(capfd: pytest.CaptureFixture[str]) -> None:
+    options = ("gpt2-124m", "--cluster", "1xa100-40gb", "--strategy", "ddp", "--micro-batch", "32", "--frontier")
+    points = as_json(capfd, *options)["frontier"]
+    assert len(points) == 8
+    both = [point for point in points if point["auto"] and point["fixed"]]
+    assert both
+    for point in both:
+        assert point["auto"]["device_bytes"] <= point["budget_bytes"]
+        assert point["auto"]["samples_per_s"] >= 0.998 * point["fixed"]["samples_per_s"]
+    assert run(*options) == 0
+    assert "fastest fixed plan" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--budget", "lots"], "--budget = 'lots': must be a size, such as 60GiB"),
+        (["--tokens", "many"], "--tokens many: must be a number"),
+        (["--price", "2"], "--price needs --tokens"),
+        (["--mesh", "8"], "--mesh 8: must be REPLICATExSHARD"),
+        (["--mesh", "3x3"], "9"),
+        (["--global-batch", "9"], "it must be a multiple of 8"),
+        (["--lengths", "512,0"], "--lengths 512,0: say the tokens per sample of each batch, as 1024,512,768"),
+        (["--lengths", "512,256", "--seq", "1024"], "--seq 1024: the longest is the sample that is planned"),
+        (["--recompute", "full,nowhere=none"], "recompute_overrides.nowhere matches no unit"),
+    ],
+)
+def test_options_that_cannot_be_met_are_one_line(
+    options: list[str], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run("gpt2-124m", "--cluster", "8xh100", "--strategy", "ddp", "--micro-batch", "1", *options) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert message in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_a_task_says_its_tokens_per_sample(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        "import torch\nfrom shardwise.models.tasks import Task\n"
+        "def make():\n"
+        "    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))\n"
+        "    return Task(model=model, loss=lambda model, batch: model(batch).square().mean(),\n"
+        "                make_batch=lambda size: torch.zeros(size, 128, 8), tokens_per_sample=128)\n"
+    )
+    options = (f"python:{file}:make", "--cluster", "2xh100-80gb", "--micro-batch", "4", "--tokens", "1B")
+    data = as_json(capfd, *options, "--price", "2.5")
+    assert data["candidates"][0]["seq"] == 128
+    assert data["training"][0]["global_batch_tokens"] == 2 * 4 * 128
+    assert data["training"][0]["cost"] > 0
