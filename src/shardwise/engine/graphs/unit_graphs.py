@@ -178,6 +178,8 @@ class UnitGraphs:
 
     def _begin(self, trains: bool, learned: bool) -> None:
         """Begin a pass, and decide how its units run."""
+        # There is one device. Its backward on a thread of its own waits twice per step for a core to wake up.
+        torch.autograd.set_multithreading_enabled(False)
         self._keep_gradients()
         self._end_recordings()
         self._note_pass()
