@@ -65,7 +65,6 @@ from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.patterns import unmatched
-from shardwise.plan.placement import SHARDED
 from shardwise.program.buffers import param_dtypes
 from shardwise.units import model_spec
 from shardwise.units.scripted import allow_hooks
@@ -235,7 +234,7 @@ def _description(
     parameters = dict(model.named_parameters())
     stepped = {
         id(parameters[param.name]): Stepped(
-            sharded=placements[unit.name].optim is SHARDED, dtype=torch_dtype(param_dtypes(param, plan=plan)[1])
+            sharded=placements[unit.name].optim.is_sharded, dtype=torch_dtype(param_dtypes(param, plan=plan)[1])
         )
         for unit in spec.units
         for param in unit.params

@@ -5,7 +5,7 @@ from typing import Any
 
 from shardwise.interchange.exported import Exported, JobShape, host_notes, not_expressed
 from shardwise.plan import Plan
-from shardwise.plan.placement import SHARDED, placement_of
+from shardwise.plan.placement import placement_of
 
 _STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "shard_grad_op": 3, "fsdp": 3}
 _REDUCES_IN = {"fp32": "fp32", "bf16": "bfp16", "fp16": "fp16"}
@@ -28,7 +28,7 @@ def to_deepspeed(plan: Plan, shape: JobShape) -> Exported:
     if zero["stage"] == 3:
         zero["stage3_gather_16bit_weights_on_model_save"] = True
     placement = placement_of(plan.strategy)
-    if placement.params is SHARDED and not placement.reshard_after_forward:
+    if placement.params.is_sharded and not placement.reshard_after_forward:
         left_out.append(f"strategy = {plan.strategy}: stage 3 is the nearest; it gathers parameters again for backward")
     if plan.mesh is not None and plan.mesh.replicate > 1:
         # MiCS shards within groups, and replicates across them.

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import SHARDED, Placement
+from shardwise.plan.placement import Placement
 from shardwise.planner.job import Job
 from shardwise.planner.sizes import sizes_of
 from shardwise.program import Kind, Operation, Row, StepProgram
@@ -23,7 +23,7 @@ def sent_by_kind(
     n ranks gather or reduce-scatter B bytes by sending B·(n−1)/n each, and all-reduce them by sending twice that. To
     and from owners each rank sends only parts of its own slices: B·(n−1)/n². Flags and broadcasts are not counted.
     """
-    scattered = {bucket.name for bucket in program.buckets if placements[bucket.units[0]].grads is SHARDED}
+    scattered = {bucket.name for bucket in program.buckets if placements[bucket.units[0]].grads.is_sharded}
     sent: dict[Kind, float] = {}
 
     def send(operation: Operation, row: Row) -> None:

@@ -12,7 +12,7 @@ from typing import assert_never
 from shardwise.bench.case_result import UnitOutline
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import SHARDED, Placement
+from shardwise.plan.placement import Placement
 from shardwise.planner.traffic import sent_by_kind
 from shardwise.program import Kind, Operation, Row, StepProgram, build, crossing_buckets
 from shardwise.program.run import run_in_order
@@ -121,7 +121,7 @@ class RankState:
         num_slices: int,
         on_host: Collection[str] = (),
     ) -> None:
-        self._on_host = {name for name in on_host if placements[name].grads is SHARDED}
+        self._on_host = {name for name in on_host if placements[name].grads.is_sharded}
         self.units = {unit.name: unit for unit in units}
         self.placements = placements
         self.buckets = buckets
@@ -149,7 +149,7 @@ class RankState:
         """Return the part that the placement says; frozen parameters have no optimizer state and no gradients."""
         if state != "params" and not self.units[name].num_trained:
             return Holding.NOTHING
-        return Holding.SLICE if getattr(self.placements[name], state) is SHARDED else Holding.WHOLE
+        return Holding.SLICE if getattr(self.placements[name], state).is_sharded else Holding.WHOLE
 
     def do(self, operation: Operation) -> None:
         name = operation.subject
@@ -194,7 +194,7 @@ class RankState:
     def _update(self) -> None:
         """Mark replicated parameters that are updated in slices: they differ between ranks until they are gathered."""
         for name, placement in self.placements.items():
-            if placement.params is not SHARDED and self.optim[name] is Holding.SLICE:
+            if not placement.params.is_sharded and self.optim[name] is Holding.SLICE:
                 self.params[name] = Holding.DIFFERS
 
     def holds(self) -> dict[str, dict[str, Holding]]:
@@ -217,7 +217,7 @@ class RankState:
         held += self._part(_NUM_MOMENTS * grads, holds["optim"][name])
         held += self._part(params, holds["params"][name])
         # Gathered parameters are a copy, in addition to the slice that the rank owns.
-        if self.placements[name].params is SHARDED and holds["params"][name] is not Holding.SLICE:
+        if self.placements[name].params.is_sharded and holds["params"][name] is not Holding.SLICE:
             held += self._part(params, Holding.SLICE)
         return held
 

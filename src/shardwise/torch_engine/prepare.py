@@ -32,7 +32,7 @@ from shardwise.engine.protocol import carry_engine, find_engine
 from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import SHARDED, Placement
+from shardwise.plan.placement import Placement
 from shardwise.spec import ROOT
 from shardwise.torch_engine.plain_model import is_on_torch
 from shardwise.torch_engine.refuse import check_plan, check_replicated, check_sharded
@@ -72,7 +72,7 @@ def prepare_on_torch(
     broadcast_carried(model, device=chosen)
     compile_units(unit_modules(model, policy=plan.units), plan=plan)
     prepared = model
-    if placements[ROOT].params is SHARDED:
+    if placements[ROOT].params.is_sharded:
         shard_units(model, plan=plan, placements=placements, mesh=_device_mesh(mesh, device=chosen))
     else:
         prepared = _replicate(model, plan=plan, device=chosen)
@@ -144,7 +144,7 @@ def _description(
     check_compile(placements, plan=plan)
     check_precision(model, plan=plan)
     check_gradients(model)
-    if placements[ROOT].params is SHARDED:
+    if placements[ROOT].params.is_sharded:
         check_sharded(spec, plan=plan)
     else:
         check_replicated(spec)

@@ -17,7 +17,6 @@ from shardwise.engine.guards.carried import describe_carried, is_packed
 from shardwise.errors import InvalidModel
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import SHARDED
 from shardwise.spec import ModelSpec
 from shardwise.spec.largest_unit import why_hardly_cut
 from shardwise.torch_internals.torch_private import BatchNorm
@@ -104,13 +103,13 @@ def warn_hardly_cut(spec: ModelSpec, *, plan: Plan, mesh: Mesh) -> None:
     if not line or dist.get_rank() != 0 or mesh.shard == 1:
         return
     largest = max(spec.units, key=lambda unit: unit.num_params)
-    if plan.placement(largest.name).params is SHARDED:
+    if plan.placement(largest.name).params.is_sharded:
         warnings.warn(line, stacklevel=4)
 
 
 def advise_on_segments(plan: Plan, *, spec: ModelSpec, mesh: Mesh, device: torch.device) -> None:
     """Advise, on rank 0, to let the allocator's segments expand where GPUs shard without CUDA graphs."""
-    is_sharded = mesh.shard > 1 and any(plan.placement(unit.name).optim is SHARDED for unit in spec.units)
+    is_sharded = mesh.shard > 1 and any(plan.placement(unit.name).optim.is_sharded for unit in spec.units)
     settings = allocator_settings() if device.type == "cuda" and not plan.may_have_pools else {}
     if is_sharded and settings and dist.get_rank() == 0:
         _tell_once(" ".join(f"{name}={value}" for name, value in settings.items()))

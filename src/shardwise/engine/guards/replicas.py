@@ -23,7 +23,6 @@ from shardwise.comm.agreement import RanksDisagree, exchange
 from shardwise.comm.groups import MeshGroups
 from shardwise.engine.core.flat import FlatParams
 from shardwise.errors import InvalidPlan
-from shardwise.plan.placement import SHARDED
 
 COMPARE_EVERY = 1000
 
@@ -61,11 +60,11 @@ class Replicas:
         self._num_steps = 0
         self.every = every
         self._replicas = [
-            _Replica(flat=flat, is_master=is_master, sharded=is_master and flat.placement.optim is SHARDED)
+            _Replica(flat=flat, is_master=is_master, sharded=is_master and flat.placement.optim.is_sharded)
             for flat in flats
             for is_master, compared in (
-                (False, flat.placement.params is not SHARDED),
-                (True, not flat.master.aliased and (flat.placement.optim is not SHARDED or groups.replicate.size > 1)),
+                (False, not flat.placement.params.is_sharded),
+                (True, not flat.master.aliased and not _is_alone(flat, groups=groups)),
             )
             if compared
         ]
@@ -115,6 +114,12 @@ class Replicas:
                 alike = [[rank for rank in ranks if sums[rank] == held] for held in counts]
                 return sorted(alike, key=lambda group: (len(group), group))
         return []
+
+
+def _is_alone(flat: FlatParams, *, groups: MeshGroups) -> bool:
+    """Return whether no other rank holds the same part of the master."""
+    optim = flat.placement.optim
+    return optim.is_sharded_across or (optim.is_sharded and groups.replicate.size == 1)
 
 
 def bit_sums(buffers: Sequence[Tensor]) -> list[int]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from shardwise.errors import UnknownName
 from shardwise.plan import Plan
-from shardwise.plan.placement import SHARDED, Placement
+from shardwise.plan.placement import Placement
 from shardwise.planner.memory.constants import MemoryRules
 from shardwise.program.buffers import SAMPLED_EVERY, FlatSpec, flat_specs, num_pieces
 from shardwise.program.rules.host import has_states_on_host
@@ -182,7 +182,7 @@ def _flat_states(
     plan, rounded, num_slices = setting.plan, setting.rounded, setting.num_slices
     layout, stepped = flat.layout(num_slices=num_slices), flat.master_bytes
     num_elements = layout.num_elements
-    params_sharded, optim_sharded = placement.params is SHARDED, placement.optim is SHARDED
+    params_sharded, optim_sharded = placement.params.is_sharded, placement.optim.is_sharded
     full = rounded(num_elements * flat.full_bytes(sharded=params_sharded))
     master = rounded((layout.slice_elements if optim_sharded else num_elements) * stepped)
     # A sharded parameter that computes in the master dtype is its own master; any other fp32 master is separate.
@@ -199,7 +199,7 @@ def _flat_states(
     slices = _slice_pieces(layout, num_pieces=num_pieces) if is_trained else [0] * num_pieces
     reduces, slices = ([rounded(times * size * flat.reduce_bytes) for size in slices] for times in (num_slices, 1))
     reduce = sum(reduces)
-    if placement.grads is SHARDED:
+    if placement.grads.is_sharded:
         grads = rounded(num_elements // num_slices * stepped)
     else:
         grads = rounded(num_elements * stepped) if flat.reduce_dtype != flat.master_dtype else reduce

@@ -8,7 +8,7 @@ from typing import Protocol
 from shardwise.hardware import Cluster
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import SHARDED, STRATEGIES
+from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.engine_model import engine_model_of
 from shardwise.planner.fp8_devices import check_planned_fp8
 from shardwise.planner.job import Job
@@ -255,7 +255,7 @@ def _passes(plan: Plan, *, batches: MicroBatches) -> list[Plan]:
     The second one needs less memory and sends more: it is taken where the first one does not fit.
     """
     has_passes = batches.passes > 1 or batches.samples is not None
-    if plan.accumulate_reduced or not has_passes or STRATEGIES[plan.strategy].grads is not SHARDED:
+    if plan.accumulate_reduced or not has_passes or not STRATEGIES[plan.strategy].grads.is_sharded:
         return [plan]
     return [plan, replace(plan, accumulate_reduced=True)]
 
@@ -309,7 +309,7 @@ def meshes(strategy: str, *, plan: Plan, cluster: Cluster) -> list[Mesh]:
         return [plan.mesh]
     num_ranks, per_node = cluster.num_ranks, cluster.devices_per_node
     flat = Mesh(shard=num_ranks)
-    if STRATEGIES[strategy].optim is not SHARDED:
+    if not STRATEGIES[strategy].optim.is_sharded:
         return [flat]
     nodes = sorted({1, 2 ** round(log2(cluster.num_nodes) / 2)}, reverse=True)
     shards = [per_node * count for count in nodes if count < cluster.num_nodes and cluster.num_nodes % count == 0]

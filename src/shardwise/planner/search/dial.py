@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import SHARDED, STRATEGIES
+from shardwise.plan.placement import STRATEGIES
 from shardwise.spec import ROOT, ModelSpec, UnitSpec
 
 _NUMBERED = re.compile(r"(.*?)(\d+)")
@@ -35,7 +35,7 @@ class Choice(NamedTuple):
 
     def on(self, row: str) -> "Choice":
         """Return the choice with another row; replicated states stay on the device."""
-        host = self.host if STRATEGIES[row].grads is SHARDED else self.host - {STATES}
+        host = self.host if STRATEGIES[row].grads.is_sharded else self.host - {STATES}
         return Choice(row, self.recompute, host)
 
 

@@ -6,7 +6,6 @@ from functools import partial
 from typing import ClassVar, assert_never
 
 from shardwise.hardware import Cluster
-from shardwise.plan.placement import SHARDED
 from shardwise.planner.job import Job
 from shardwise.planner.overhead import Overhead
 from shardwise.planner.sizes import MASTER_BYTES, UnitSizes
@@ -230,7 +229,7 @@ class TimeExecutor:
 
     def _slice_copied(self, name: str, num_bytes: int, *, elements: int) -> float:
         """Return the bytes of copying a rank's slice from the master into the buffer, unless they are the same."""
-        if self.job.placements[name].params is not SHARDED and not self.sizes[name].is_cast:
+        if not self.job.placements[name].params.is_sharded and not self.sizes[name].is_cast:
             return 0.0
         return (num_bytes + MASTER_BYTES * elements) / self.job.num_slices
 
@@ -247,7 +246,7 @@ class TimeExecutor:
 
     def _reduce(self, name: str, num_bytes: int, *, units: Sequence[str]) -> Instruction:
         rings = self.rings
-        if self.job.placements[units[0]].grads is not SHARDED:
+        if not self.job.placements[units[0]].grads.is_sharded:
             return self._send(f"reduce {name}", rings.world, rings.world.all_reduce_seconds(num_bytes))
         seconds = rings.shard.gather_seconds(num_bytes)
         if self.cluster.device.name == "cpu":
@@ -265,13 +264,13 @@ class TimeExecutor:
     def _wait_reduce(self, bucket: Bucket) -> Iterator[Instruction]:
         """Wait, and average the gradients; slices that cross the replicate axis are averaged later (WAIT_SLICE)."""
         yield Instruction(WAIT, f"reduce {bucket.name}", 0, self.overhead.wait)
-        if self.job.placements[bucket.units[0]].grads is not SHARDED or self.rings.replicate.num_ranks == 1:
+        if not self.job.placements[bucket.units[0]].grads.is_sharded or self.rings.replicate.num_ranks == 1:
             yield from self._deliver(bucket)
 
     def _deliver(self, bucket: Bucket) -> Iterator[Instruction]:
         """Average the gradients of this rank; with the last piece of a unit they are complete."""
         num_bytes, units = self._reduced_bytes(bucket), bucket.units
-        if self.job.placements[units[0]].grads is SHARDED:
+        if self.job.placements[units[0]].grads.is_sharded:
             num_bytes //= self.job.num_slices
         if not self.overhead.divides:
             yield self._copy(f"average {bucket.name}", 2 * num_bytes, launch=self.overhead.deliver)
@@ -291,7 +290,7 @@ class TimeExecutor:
             sizes, weight = self.sizes[unit.name], job.weight(unit.name)
             in_matrices, num_matrices = matrix_sizes(unit, optimizer=job.optimizer)
             elements, tensors, grads = sizes.trainable - in_matrices, sizes.tensors - num_matrices, sizes.trainable
-            if job.placements[unit.name].optim is SHARDED:
+            if job.placements[unit.name].optim.is_sharded:
                 elements, tensors = elements // job.num_slices, min(tensors, tensors // job.num_slices + 1)
                 grads //= job.num_slices
             elif self.overhead.refreshes and sizes.is_cast:
@@ -339,7 +338,7 @@ class TimeExecutor:
     def _clip(self, num_bytes: int) -> Iterator[Instruction]:
         """Compute the norm of the rank's gradients, sum it over the shard axis, and scale the gradients."""
         yield self._copy("norm", num_bytes)
-        if any(placement.optim is SHARDED for placement in self.job.placements.values()):
+        if any(placement.optim.is_sharded for placement in self.job.placements.values()):
             yield self._send("reduce norm", self.rings.shard, self.rings.shard.all_reduce_seconds(_NORM_BYTES))
             yield Instruction(WAIT, "reduce norm", 0, self.overhead.wait)
         yield self._copy("clip", 2 * num_bytes)

@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import SHARDED, STRATEGIES, Placement, placement_of
+from shardwise.plan.placement import STRATEGIES, Placement, placement_of
 from shardwise.program import Bucket, Kind, Trigger
 from shardwise.program.operations import ON_BUCKETS, WAITS
 from shardwise.report.snapshots import STATES, Holding, Snapshot, StepSnapshots, bucket_label, snapshots_of
@@ -109,11 +109,11 @@ def _snapshot_data(snapshot: Snapshot) -> dict[str, Any]:
 
 def in_words(placement: Placement, *, num_groups: int = 1) -> Iterator[str]:
     """Say what is sharded, then what happens to params, then to grads."""
-    sharded = [state for state in STATES if getattr(placement, state) is SHARDED]
+    sharded = [state for state in STATES if getattr(placement, state).is_sharded]
     replicated = [state for state in STATES if state not in sharded]
     yield f"sharded: {', '.join(sharded) or 'nothing'}; replicated: {', '.join(replicated) or 'nothing'}"
-    if placement.params is not SHARDED:
-        if placement.optim is SHARDED:
+    if not placement.params.is_sharded:
+        if placement.optim.is_sharded:
             yield "params: each rank updates its slice, then the slices are gathered"
         else:
             yield "params: every rank makes the same update, so nothing is ever gathered"
@@ -121,9 +121,9 @@ def in_words(placement: Placement, *, num_groups: int = 1) -> Iterator[str]:
         yield "params: gathered before use and freed after it, in forward and again in backward"
     else:
         yield "params: gathered before forward, kept until backward is done with them"
-    if placement.grads is SHARDED and num_groups > 1:
+    if placement.grads.is_sharded and num_groups > 1:
         yield f"grads:  reduce-scatter; then the {num_groups} groups add up their sums of each slice"
-    elif placement.grads is SHARDED:
+    elif placement.grads.is_sharded:
         yield "grads:  reduce-scatter; each rank keeps the sum of its own slice"
     else:
         yield "grads:  all-reduce; every rank keeps the whole sum"
@@ -149,7 +149,7 @@ def _owners(placement: Placement, *, mesh: Mesh) -> Iterator[str]:
             continue
         line = f"  rank {rank}".ljust(label_width)
         for state in STATES:
-            owned = range(mesh.shard) if getattr(placement, state) is not SHARDED else [rank % mesh.shard]
+            owned = range(mesh.shard) if not getattr(placement, state).is_sharded else [rank % mesh.shard]
             held = [Holding.WHOLE if cell in owned else Holding.NOTHING for cell in cells]
             drawn = ("…" if cell is None else GLYPHS[one] for cell, one in zip(cells, held, strict=True))
             line += "".join(drawn).ljust(width)

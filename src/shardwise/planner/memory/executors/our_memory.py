@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import assert_never
 
-from shardwise.plan.placement import SHARDED
 from shardwise.planner.memory.executors.setting import MemoryExecutor, MemorySetting
 from shardwise.planner.memory.replay import Recategorize, TakeGrads
 from shardwise.planner.trace_order import do_nothing, skipped_action
@@ -70,7 +69,7 @@ class OurMemory(MemoryExecutor):
         setting = self.setting
         found = {"grads": 0, "reduce": 0, "other": 4 * setting.num_params}
         for unit, states in setting.states.items():
-            kept = setting.rules.keeps_reduce_buffers and setting.placements[unit].grads is not SHARDED
+            kept = setting.rules.keeps_reduce_buffers and not setting.placements[unit].grads.is_sharded
             if self._has_buffers:
                 found["reduce"] += setting.weight(unit) * states.reduce
             elif kept or (setting.plan.accumulate > 1 and not self._leaves_at_once(unit)):
@@ -84,7 +83,7 @@ class OurMemory(MemoryExecutor):
     # Parameters
 
     def _gather(self, unit: str) -> None:
-        if self.setting.placements[unit].params is SHARDED and unit not in self._gathered:
+        if self.setting.placements[unit].params.is_sharded and unit not in self._gathered:
             self._gathered.add(unit)
             self._change("gathered", *self._gathered_bytes(unit))
 
@@ -179,7 +178,7 @@ class OurMemory(MemoryExecutor):
         self._change("reduce", -buffer, -others if self._has_buffers else 0)
 
     def _is_sharded(self, bucket: Bucket) -> bool:
-        return self.setting.placements[bucket.units[0]].grads is SHARDED
+        return self.setting.placements[bucket.units[0]].grads.is_sharded
 
     def _is_kept(self, bucket: Bucket) -> bool:
         """Return whether the buffer is kept from step to step."""
