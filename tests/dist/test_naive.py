@@ -108,7 +108,9 @@ def test_they_are_bit_equal_where_states_are_sharded_over_all_ranks(strategy: st
 
 def test_they_are_bit_equal_where_few_units_are_sharded_over_all_ranks() -> None:
     overrides = {"blocks.0": "ddp", "blocks.1": "fsdp", "blocks.2": "zero1"}
-    assert_equal(Plan(strategy="zero2", across="zero2", overrides=overrides, mesh=Mesh(replicate=2, shard=2)), num_ranks=4)
+    assert_equal(
+        Plan(strategy="zero2", across="zero2", overrides=overrides, mesh=Mesh(replicate=2, shard=2)), num_ranks=4
+    )
 
 
 def test_they_are_bit_equal_where_units_differ() -> None:

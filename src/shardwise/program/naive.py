@@ -61,8 +61,7 @@ class NaiveExecutor:
 
     def gather(self, unit: str, *, twice: bool = False) -> None:
         for owner, part in self.parts(unit):
-            # The first group sends to all ranks, or, over the second axis of a mesh, every owner does.
-            dist.broadcast(part, src=owner if twice else owner % self.mesh.shard)
+            dist.broadcast(part, src=owner if twice else owner % self.mesh.shard)  # To all: the first group, or all.
 
     def free(self, unit: str, *, twice: bool = False) -> None:
         for owner, part in self.parts(unit):
@@ -71,6 +70,7 @@ class NaiveExecutor:
 
     def reduce(self, bucket: str) -> None:
         for parameter in self.buckets.get(bucket, ()) if self.is_last else ():
+            assert parameter.grad is not None
             dist.all_reduce(parameter.grad)
             parameter.grad.mul_(1 / self.mesh.num_ranks)
 
