@@ -7,7 +7,7 @@ from shardwise.hardware import Cluster
 from shardwise.interchange.foreign_setup import ForeignSetup
 from shardwise.interchange.mistakes import Mistake
 from shardwise.plan import Plan
-from shardwise.plan.placement import placement_of
+from shardwise.plan.placement import ACROSS, placement_of
 from shardwise.planner.search.candidates import Candidate, SpecFor, cost
 from shardwise.planner.systems import system_of
 from shardwise.vocabulary.quantities import bytes_text
@@ -38,7 +38,11 @@ def _findings(found: Candidate, spec_for: SpecFor) -> Iterator[Mistake]:
         yield Mistake(code="SW104", line=line, fix=_what_fits(found, spec_for))
         return
     if placement_of(plan.strategy).optim.is_sharded:
-        replicas = _cost(replace(plan, strategy="ddp", mesh=None, units="auto", offload_states=False), found, spec_for)
+        replicas = _cost(
+            replace(plan, strategy="ddp", mesh=None, across=ACROSS[0], units="auto", offload_states=False),
+            found,
+            spec_for,
+        )
         ratio = _speed(replicas) / max(_speed(found), 1e-12)
         if replicas.fits == "yes" and ratio > _FASTER:
             yield Mistake(

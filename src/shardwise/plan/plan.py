@@ -5,7 +5,7 @@ The planner costs it, the engine runs it, and it is saved as TOML, so that both 
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from reprlib import repr as show
 from typing import Any, Self
@@ -45,6 +45,16 @@ class Plan(PlanKeys):
     def is_sharded_across(self) -> bool:
         """Whether states are sharded over the replicate axis of the mesh too."""
         return self.across != ACROSS[0]
+
+    @property
+    def across_text(self) -> str:
+        """What the name of its strategy is followed by: nothing, or ` across zero2`."""
+        return f" across {self.across}" if self.is_sharded_across else ""
+
+    def under(self, strategy: str) -> Self:
+        """Return this plan with another strategy, and without `across` where that leaves nothing to shard."""
+        across = self.across if STRATEGIES[strategy].params.is_sharded else ACROSS[0]
+        return replace(self, strategy=strategy, across=across)
 
     def _check_across(self) -> None:
         """Refuse `across` where there is nothing that it could shard."""

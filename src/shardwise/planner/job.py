@@ -157,7 +157,7 @@ class Job:
 
     @property
     def _state_setting(self) -> StateSetting:
-        return StateSetting(plan=self.plan, num_slices=self.num_slices, optimizer=self.optimizer, rules=self.rules)
+        return StateSetting(plan=self.plan, mesh=self.mesh, optimizer=self.optimizer, rules=self.rules)
 
     @cached_property
     def states(self) -> Mapping[str, UnitStates]:

@@ -44,10 +44,16 @@ def caption(kind: Kind, *, placement: Placement, trained: bool, mesh: Mesh) -> s
         case Kind.WAIT_REDUCE:
             held = "all of it" if not placement.grads.is_sharded or mesh.shard == 1 else f"its {share} of it"
             return f"The sum of the gradients is there: every rank holds {held}."
+        case Kind.REDUCE_SLICE if placement.grads.is_sharded_across:
+            return f"Reduce-scatter of {SIZE} over the {mesh.replicate} groups: every rank gets a part of its {share}."
         case Kind.REDUCE_SLICE:
             return f"All-reduce of {SIZE} over the {mesh.replicate} groups: every rank gets the sum of its {share}."
         case Kind.WAIT_SLICE:
             return f"The sum over all groups of ranks is there: every rank holds that of its {share}."
+        case Kind.GATHER_SLICE:
+            return f"Every rank sends the part of its {share} that it has updated, {SIZE}, to the other groups."
+        case Kind.WAIT_GATHER_SLICE:
+            return f"The parts that other groups have updated are there: every rank's {share} is up to date."
         case Kind.REDUCE_FLAGS:
             return "The ranks exchange which parameters they used; one that no rank used is not updated."
         case Kind.BROADCAST:
@@ -60,6 +66,8 @@ def caption(kind: Kind, *, placement: Placement, trained: bool, mesh: Mesh) -> s
             return f"Each matrix that must be updated as a whole goes to the rank that owns it: {SIZE} with gradients."
         case Kind.FROM_OWNERS:
             return f"Their new values go back, {SIZE}: every rank gets its {share} of each."
+        case Kind.UPDATE if placement.optim.is_sharded_across:
+            return f"Every rank updates its part of the {share}, one for each of the {mesh.replicate} groups."
         case Kind.UPDATE if placement.optim.is_sharded:
             return f"Every rank updates the {share} that it owns."
         case Kind.UPDATE:
