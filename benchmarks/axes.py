@@ -47,7 +47,7 @@ JOBS = (
 
 
 def predicted(job: Job, *, across: str | None) -> Candidate:
-    """Return fsdp over all ranks, or with a strategy across nodes; each pass reduces where the other way does not fit."""
+    """Return fsdp over all ranks, or with a strategy across nodes; where sums of passes do not fit, each reduces."""
     cluster = cluster_of(job.cluster)
     mesh = Mesh(replicate=cluster.num_nodes, shard=cluster.devices_per_node)
     if across is None:

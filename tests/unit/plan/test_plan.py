@@ -1,5 +1,6 @@
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -190,3 +191,25 @@ def test_units_are_graphs_where_nothing_runs_between_their_kernels(settings: dic
     plan = Plan(**{"strategy": "fsdp", "capture": "units", **settings})  # type: ignore[arg-type]
     assert "".join(number for number in "01" if plan.may_capture(f"blocks.{number}")) == blocks
     assert plan.captures_units == bool(blocks)
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({}, "without a mesh: give nodes × ranks per node, such as Mesh(replicate=2, shard=8) in a plan or --mesh 2x8"),
+        (
+            {"mesh": Mesh(shard=8)},
+            "its replicate axis has one rank; give a longer one, such as Mesh(replicate=2, shard=4)",
+        ),
+        ({"strategy": "zero1", "mesh": Mesh(replicate=2, shard=4)}, "leave across out and set mesh = Mesh(shard=8)"),
+        ({"mesh": Mesh(replicate=2), "offload_states": True}, "leave one of them out"),
+        ({"mesh": Mesh(replicate=2), "owned": ("*",)}, "leave one of them out"),
+        ({"mesh": Mesh(replicate=2), "engine": "torch"}, "engine = 'torch' has no across"),
+    ],
+    ids=str,
+)
+def test_a_strategy_across_nothing_is_one_line_with_the_mesh_to_give(keys: dict[str, Any], line: str) -> None:
+    with pytest.raises(InvalidPlan) as error:
+        Plan(across="zero2", **keys)
+    assert line in str(error.value)
+    assert "\n" not in str(error.value)
