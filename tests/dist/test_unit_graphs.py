@@ -16,7 +16,7 @@ from whole import in_turn
 import shardwise
 from shardwise.engine.engine import engine_of
 from shardwise.engine.graphs import arena
-from shardwise.engine.graphs.reads import NotCaptured
+from shardwise.engine.graphs.not_captured import NotCaptured
 from shardwise.plan import Plan
 
 STRATEGIES = ("ddp", "zero2", "shard_grad_op", "fsdp")

@@ -13,7 +13,7 @@ from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Placement
 from shardwise.planner.memory.constants import MemoryRules
-from shardwise.program.buffers import SAMPLED_EVERY, FlatSpec, flat_specs, num_pieces
+from shardwise.program.buffers import FlatSpec, flat_specs, num_pieces
 from shardwise.program.rules.host import has_states_on_host
 from shardwise.spec import TensorSpec, UnitSpec
 from shardwise.spec.block_matrices import is_block_matrix
@@ -129,7 +129,6 @@ class UnitStates:
     buffers   the module's buffers
     moments   sizes of the allocations of the optimizer's state, a part of `optim`
     held      sizes of the other allocations of `params` and `optim`
-    samples   samples of the gradients that a captured step keeps for comparison
     host      what lives in host memory; `chunk`: the elements of its largest flat slice
 
     Only for fully_shard, which copies gathered parameters out of a buffer: `flat`, that buffer; `copy_in`, its input;
@@ -150,7 +149,6 @@ class UnitStates:
     buffers: int
     moments: tuple[int, ...]
     held: tuple[int, ...]
-    samples: tuple[int, ...] = ()
     host: int = 0
     chunk: int = 0
     flat: int = 0
@@ -178,7 +176,6 @@ def unit_states(unit: UnitSpec, *, placement: Placement, setting: StateSetting) 
         buffers=setting.buffer_bytes(unit),
         moments=tuple(size for flat in flats for size in flat["moments"]),
         held=tuple(size for flat in flats for size in flat["held"]),
-        samples=tuple(size for flat in flats for size in flat["samples"]),
     )
 
 
@@ -202,7 +199,6 @@ def _flat_states(
     # The slice that ranks of the replicate axis update parts of; it contains the master if that has its dtype.
     home = rounded(num_elements // num_slices * flat.compute_bytes) if crosses else 0
     steps = [(param, count) for param, count in _stepped(flat, layout, sharded=optim_sharded) if param.trainable]
-    samples = [count for _, count in steps] if plan.captures else []
     if optim_sharded and plan.owned:
         # Matrices with an owner are not sharded (whole_matrices.py).
         steps = [(param, count) for param, count in steps if not plan.owns(param.name)]
@@ -238,7 +234,6 @@ def _flat_states(
         "chunk": layout.slice_elements if on_host and is_trained else 0,
         "moments": moments,
         "held": tuple(size for size in (0 if params_sharded else full, home, held) if size),
-        "samples": tuple(rounded(-(-count // SAMPLED_EVERY) * stepped) for count in samples),
     }
 
 
