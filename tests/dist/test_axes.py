@@ -264,3 +264,25 @@ def test_what_is_not_possible_is_one_line() -> None:
         assert "other ranks have the old values" in written
         assert "accumulat" in stepped
         assert "do it after the step, or set accumulate_reduced = true" in replanned
+
+
+def flipped(rank: int) -> str:
+    torch.manual_seed(1234)
+    model, batch = MODELS["gpt"]()
+    optimizer = adamw(model.parameters())
+    prepare(model, optimizer, plan(precision="bf16"), compare_every=1)
+    for step in range(2):
+        cross_entropy(model, batch(step, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine_of(model).core.wait_gathers()
+    if rank == 3:
+        engine_of(model).core.units["blocks.1"].flats[0].master.staged[0] += 1
+    cross_entropy(model, batch(2, rank)).backward()
+    return line(optimizer.step)
+
+
+def test_a_bit_that_flips_in_a_gathered_slice_is_found() -> None:
+    for found in run_ranks(flipped, num_ranks=4):
+        assert "blocks.1" in found
+        assert "rank 1 and rank 3 differ" in found

@@ -6,7 +6,8 @@ summed as integers, on its device, and the sums are exchanged; only if they diff
 
     params replicated     the full buffer, on all ranks
     optim replicated      the master, on all ranks, where it is not the full buffer itself
-    optim sharded         the master's slice, on the ranks of the mesh's `replicate` axis that hold the same one
+    optim sharded         the master's slice, on the ranks of the mesh's `replicate` axis that hold the same one; where
+                          these step parts of it, the slice that they have gathered
 
 Without it the ranks train models that differ, and only the loss may show it. Since f06b42dc (the first comparisons of
 ranks).
@@ -42,14 +43,21 @@ class _Replica:
 
     @property
     def buffer(self) -> Tensor:
-        return self.flat.master.values if self.is_master else self.flat.full.buffer
+        master = self.flat.master
+        if self.is_master and self.flat.placement.optim.is_sharded_across:
+            return master.staged
+        return master.values if self.is_master else self.flat.full.buffer
 
     def parts(self) -> list[tuple[str, Tensor]]:
         """Return the parameters in the buffer, by name."""
         flat = self.flat
         if not self.is_master:
             return list(zip(flat.names, flat.full.views, strict=True))
-        return [(flat.names[part.index], flat.master.values[part.start : part.stop]) for part in flat.master.owned]
+        if flat.placement.optim.is_sharded_across:
+            parts = flat.layout.within(flat.full.part(flat.placement.params))
+        else:
+            parts = [(part.index, part.start, part.stop) for part in flat.master.owned]
+        return [(flat.names[index], self.buffer[start:stop]) for index, start, stop in parts]
 
 
 class Replicas:
@@ -114,9 +122,8 @@ class Replicas:
 
 
 def _is_alone(flat: FlatParams, *, groups: MeshGroups) -> bool:
-    """Return whether no other rank holds the same part of the master."""
-    optim = flat.placement.optim
-    return optim.is_sharded_across or (optim.is_sharded and groups.replicate.size == 1)
+    """Return whether no other rank holds the same slice."""
+    return flat.placement.optim.is_sharded and groups.replicate.size == 1
 
 
 def bit_sums(buffers: Sequence[Tensor]) -> list[int]:
