@@ -1,5 +1,6 @@
 """Parameters are gathered inside a node, and states are sharded over all ranks: one strategy per axis of the mesh."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -286,3 +287,20 @@ def test_a_bit_that_flips_in_a_gathered_slice_is_found() -> None:
     for found in run_ranks(flipped, num_ranks=4):
         assert "blocks.1" in found
         assert "rank 1 and rank 3 differ" in found
+
+
+def on_nodes(rank: int, hosts: list[str]) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.setattr("platform.node", lambda: hosts[rank])
+        model, _ = MODELS["gpt"]()
+        prepare(model, adamw(model.parameters()), plan())
+    return [str(one.message) for one in caught if "across" in str(one.message)]
+
+
+def test_ranks_that_are_not_numbered_node_by_node_are_named_once() -> None:
+    first, *others = run_ranks(on_nodes, num_ranks=4, args=(["a", "b", "a", "b"],))
+    assert len(first) == 1
+    assert "ranks 0 to 1 gather parameters together and are on 2 nodes (a, b)" in first[0]
+    assert others == [[], [], []]
+    assert run_ranks(on_nodes, num_ranks=4, args=(["a", "a", "b", "b"],)) == [[], [], [], []]

@@ -28,6 +28,7 @@ from shardwise.engine.guards.description import (
     asked_device,
     check_gradients,
     describe,
+    warn_crossing,
     warn_hardly_cut,
 )
 from shardwise.engine.guards.first_inputs import FirstInputs
@@ -128,6 +129,7 @@ def prepare_on_ours(
         warn_upcast(setting.spec, plan=plan)
         _warn_owned(model, optimizers, owned=owned)
     warn_hardly_cut(setting.spec, plan=plan, mesh=mesh)
+    warn_crossing(plan, mesh=mesh)
     advise_on_segments(plan, spec=setting.spec, mesh=mesh, device=chosen)
     engine = _engine(model, setting=setting, any_optimizer=any_optimizer, compare_every=compare_every, weights=weights)
     for one in optimizers:

@@ -4,6 +4,7 @@ Without it ranks with different plans, models or optimizers would wait for each 
 digits of float64 and packed weights, with no error. Since 7a86ec3b (torch's engines beside ours).
 """
 
+import platform
 import warnings
 from functools import cache
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from shardwise.comm.agreement import exchange
 from shardwise.comm.allocator_settings import allocator_settings
 from shardwise.engine.guards.carried import describe_carried, is_packed
 from shardwise.errors import InvalidModel
@@ -105,6 +107,24 @@ def warn_hardly_cut(spec: ModelSpec, *, plan: Plan, mesh: Mesh) -> None:
     largest = max(spec.units, key=lambda unit: unit.num_params)
     if plan.placement(largest.name).params.is_sharded:
         warnings.warn(line, stacklevel=4)
+
+
+def warn_crossing(plan: Plan, *, mesh: Mesh) -> None:
+    """Warn, on rank 0, if gathers that are to stay inside a node cross nodes. Collective where states cross nodes."""
+    if not plan.is_sharded_across:
+        return
+    hosts = exchange(platform.node())
+    for first in range(0, mesh.num_ranks, mesh.shard):
+        ranks = mesh.shard_group(first)
+        found = list(dict.fromkeys(hosts[rank] for rank in ranks))
+        if len(found) > 1 and dist.get_rank() == 0:
+            warnings.warn(
+                f"mesh {mesh} with across = {plan.across!r}: ranks {ranks[0]} to {ranks[-1]} gather parameters "
+                f"together and are on {len(found)} nodes ({', '.join(found[:4])}), so that every gather crosses nodes; "
+                "give a mesh of nodes × ranks per node, and number ranks node by node",
+                stacklevel=4,
+            )
+            return
 
 
 def advise_on_segments(plan: Plan, *, spec: ModelSpec, mesh: Mesh, device: torch.device) -> None:
