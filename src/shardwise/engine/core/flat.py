@@ -135,6 +135,7 @@ class FlatParams:
     @torch.no_grad()
     def fill(self, index: int, value: Tensor) -> None:
         """Take the values of one parameter, given whole, into the master (and what is whole of the full buffer)."""
+        self.master.wait()
         self.master.writes.before_own()
         flat = value.detach().reshape(-1)
         offset, size = self.layout.offsets[index], prod(self.layout.shapes[index])

@@ -121,10 +121,6 @@ class Master:
             self.gathering.wait()
             self.gathering = None
 
-    def abandon(self) -> None:
-        """Forget a gather that never runs."""
-        self.gathering = None
-
     # Updates that pass through the device (optimizer/streamed_update.py)
 
     @property

@@ -118,9 +118,10 @@ class Unit:
             self._rest(self.settled)
 
     def _gather(self, flats: list[FlatParams], *, is_local: bool) -> None:
-        self.wait_gather_slice()
         # All of it or nothing: memory may run out, and then it is unknown what was issued.
         for flat in flats:
+            if flat.master.gathering is not None:
+                self.wait_gather_slice()
             flat.full.make_room()
         for flat in flats:
             full, group = flat.full, flat.groups.gather
