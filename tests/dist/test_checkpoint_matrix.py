@@ -18,10 +18,14 @@ from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 
 STRATEGIES = {name: Plan(strategy=name) for name in ("ddp", "zero1", "zero2", "shard_grad_op", "fsdp")}
-HYBRID = {"hybrid": Plan(strategy="fsdp", mesh=Mesh(replicate=2, shard=2))}
+# hpz and hpz2: gathers inside the shard axis, states over all ranks.
+HYBRID = {
+    name: Plan(strategy="fsdp", across=across, mesh=Mesh(replicate=2, shard=2))
+    for name, across in (("hybrid", "ddp"), ("hpz", "zero1"), ("hpz2", "zero2"))
+}
 RANKS = (1, 2, 3, 4)
 # Checkpoints of the usual run: zero1 holds what zero2 holds between two steps, and shard_grad_op what fsdp holds.
-SAVED = ("ddp", "zero2", "fsdp", "hybrid")
+SAVED = ("ddp", "zero2", "fsdp", "hybrid", "hpz")
 # (ranks, kind) of a job, and the whole state of its model and optimizer.
 Job = tuple[int, str]
 State = dict[str, Any]
@@ -182,16 +186,16 @@ def saved(
         names = [kind for kind in kinds(num_ranks) if is_whole or kind in SAVED]
         args = (str(folder / str(num_ranks)), num_ranks, names)
         states |= run_ranks(save_each_kind, num_ranks=num_ranks, args=args)[0]
-    assert len(states) == (21 if is_whole else 13)
+    assert len(states) == (23 if is_whole else 14)
     return folder, states
 
 
 EACH = [(num_ranks, list(kinds(num_ranks))) for num_ranks in RANKS]
-"""441 pairs: 21 checkpoints, each into 21 jobs."""
+"""529 pairs: 23 checkpoints, each into 23 jobs."""
 
 
-# Every checkpoint into a number of ranks that divides nothing, and into hybrid.
-SOME = [(3, ["fsdp"]), (4, ["hybrid"])]
+# Every checkpoint into a number of ranks that divides nothing, and onto meshes of two axes.
+SOME = [(3, ["fsdp"]), (4, ["hybrid", "hpz2"])]
 
 
 @pytest.mark.parametrize(("num_ranks", "into"), [*SOME, *whole(*EACH)])

@@ -130,7 +130,7 @@ def _states(engine: Engine) -> Iterator[str]:
     """Predict the peak of each strategy without activations: the model is not traced."""
     plan, needs = engine.core.followed.plan, {}
     for strategy in STRATEGIES:
-        num_bytes = states_bytes(engine, replace(plan, strategy=strategy, offload_states=False))
+        num_bytes = states_bytes(engine, replace(plan.under(strategy), offload_states=False))
         if num_bytes is None:
             return
         needs[strategy] = num_bytes

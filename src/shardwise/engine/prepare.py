@@ -28,6 +28,7 @@ from shardwise.engine.guards.description import (
     asked_device,
     check_gradients,
     describe,
+    warn_crossing,
     warn_hardly_cut,
 )
 from shardwise.engine.guards.first_inputs import FirstInputs
@@ -65,7 +66,7 @@ from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.patterns import unmatched
-from shardwise.plan.placement import SHARDED, Placement
+from shardwise.plan.placement import Placement
 from shardwise.program.buffers import param_dtypes
 from shardwise.spec import ModelSpec
 from shardwise.units import CutModel, cut_model
@@ -136,6 +137,7 @@ def prepare_on_ours(
         warn_upcast(setting.spec, plan=plan)
         _warn_owned(model, optimizers, owned=owned)
     warn_hardly_cut(setting.spec, plan=plan, mesh=mesh)
+    warn_crossing(plan, mesh=mesh)
     advise_on_segments(plan, spec=setting.spec, mesh=mesh, device=chosen)
     engine = _engine(
         model,
@@ -241,7 +243,7 @@ def _judge(
     parameters, verdicts = dict(model.named_parameters()), dict[str, Verdict]()
     stepped = {
         id(parameters[param.name]): Stepped(
-            sharded=placements[unit.name].optim is SHARDED, dtype=torch_dtype(param_dtypes(param, plan=plan)[1])
+            sharded=placements[unit.name].optim.is_sharded, dtype=torch_dtype(param_dtypes(param, plan=plan)[1])
         )
         for unit in spec.units
         for param in unit.params

@@ -32,7 +32,7 @@ from shardwise.engine.protocol import carry_engine, find_engine
 from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import SHARDED, Placement
+from shardwise.plan.placement import Placement
 from shardwise.spec import ROOT, ModelSpec
 from shardwise.torch_engine.plain_model import is_on_torch
 from shardwise.torch_engine.refuse import check_plan, check_replicated, check_sharded
@@ -82,7 +82,7 @@ def prepare_on_torch(
     broadcast_carried(model, device=chosen)
     compile_units(units.modules, plan=plan)
     prepared = model
-    if placements[ROOT].params is SHARDED:
+    if placements[ROOT].params.is_sharded:
         device_mesh = _device_mesh(mesh, device=chosen)
         shard_units(model, units.modules, plan=plan, placements=placements, mesh=device_mesh)
     else:
@@ -158,7 +158,7 @@ def _check(model: nn.Module, spec: ModelSpec, *, plan: Plan, mesh: Mesh) -> dict
     check_compile(placements, plan=plan)
     check_precision(model, plan=plan)
     check_gradients(model)
-    if placements[ROOT].params is SHARDED:
+    if placements[ROOT].params.is_sharded:
         check_sharded(spec, plan=plan)
     else:
         check_replicated(spec)

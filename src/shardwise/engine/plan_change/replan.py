@@ -34,7 +34,7 @@ from shardwise.engine.plan_change.reshard import StatesAndGrads, move, states_an
 from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import SHARDED, Placement
+from shardwise.plan.placement import Placement
 from shardwise.spec import UnitSpec
 from shardwise.vocabulary.layout import ALIGNMENT
 
@@ -132,8 +132,13 @@ def describe_replan(engine: Engine, *, plan: Plan, mesh: Mesh) -> str:
     placements = check_plan(plan, spec=core.followed.spec, mesh=mesh, device=engine.device)
     if plan.dynamic and core.executor.holds_grads:
         raise InvalidPlan(f"{_WHAT} with dynamic = true in the middle of an accumulation: do it after the step")
+    if core.executor.holds_slices:
+        raise InvalidPlan(
+            f"{_WHAT} in the middle of an accumulation with across = {core.followed.plan.across!r}, of whose gradients "
+            "each rank has a slice: do it after the step, or set accumulate_reduced = true"
+        )
     sharded = {
-        name: placements[unit.name].optim is SHARDED
+        name: placements[unit.name].optim.is_sharded
         for unit in core.units.values()
         for flat in unit.flats
         for name in flat.names
@@ -212,20 +217,19 @@ def _swap_buffers(engine: Engine, model: nn.Module, *, setting: CoreSetting, oth
 
 def _smaller_first(before: Core, *, placements: dict[str, Placement], setting: CoreSetting) -> list[UnitSpec]:
     """Sort the units by growth, so that a rank never holds more than the larger of both plans."""
-    slices_before, slices = before.setting.groups.gather.size, setting.groups.gather.size
 
     def growth(unit: UnitSpec) -> float:
-        share = _held_share(placements[unit.name], slices)
-        share -= _held_share(before.units[unit.name].placement, slices_before)
+        share = _held_share(placements[unit.name], setting.groups.mesh)
+        share -= _held_share(before.units[unit.name].placement, before.setting.groups.mesh)
         return share * sum(param.num_bytes for param in unit.params)
 
     return sorted(before.followed.spec.units, key=growth)
 
 
-def _held_share(placement: Placement, num_slices: int) -> float:
+def _held_share(placement: Placement, mesh: Mesh) -> float:
     """Return a rank's bytes of parameters, gradients and two states, in multiples of the parameters' bytes."""
     kinds = (placement.params, placement.grads, placement.optim, placement.optim)
-    return sum(1 / num_slices if kind is SHARDED else 1.0 for kind in kinds)
+    return sum(1 / mesh.num_parts(kind.axes) for kind in kinds)
 
 
 def _refuse(module: nn.Module, inputs: Any) -> None:

@@ -8,7 +8,6 @@ from torch.optim import Optimizer
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.parameters import unguarded
 from shardwise.engine.engine import Engine, engine_of
-from shardwise.plan.placement import SHARDED
 from shardwise.vocabulary.categories import GATHERED, GRADS, HOST, OPTIM, OTHER, PARAMS, REDUCE
 
 
@@ -78,13 +77,14 @@ def _of_matrices(engine: Engine, optimizer: Optimizer | None) -> Iterator[tuple[
 
 
 def _of_flat(flat: FlatParams, optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor]]:
-    sharded = flat.placement.params is SHARDED
+    sharded = flat.placement.params.is_sharded
     yield GATHERED if sharded else PARAMS, flat.full.buffer
     on_host = flat.master.host is not None
     is_the_parameter = sharded and flat.compute_dtype == flat.master_dtype
     # Without a wait for an update that is still writing it.
     yield HOST if on_host else PARAMS if is_the_parameter else OPTIM, flat.master.unsettled
-    yield HOST, flat.master.staged
+    # The slice of which this rank's master is a part.
+    yield PARAMS if flat.placement.optim.is_sharded_across else HOST, flat.master.staged
     for part in flat.master.owned:
         for value in (optimizer.state.get(part.parameter, {}) if optimizer else {}).values():
             if isinstance(value, Tensor):
@@ -111,5 +111,6 @@ def _of_buckets(engine: Engine) -> Iterator[tuple[str, Tensor]]:
         for segment in bucket.segments:
             if segment.kept is not None:
                 yield GRADS, segment.kept
-            if segment.buffer is not None:
-                yield REDUCE, segment.buffer
+            for tensor in (segment.buffer, segment.slice):
+                if tensor is not None:
+                    yield REDUCE, tensor

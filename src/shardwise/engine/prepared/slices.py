@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -12,7 +13,6 @@ from shardwise.engine.core.parameters import unguarded
 from shardwise.engine.engine import Engine
 from shardwise.engine.owned_model import OwnedModel, OwnedSlice
 from shardwise.engine.prepared.prepared_module import PreparedModule
-from shardwise.plan.placement import SHARDED
 
 
 def held(engine: Engine, model: nn.Module) -> OwnedModel:
@@ -41,9 +41,10 @@ def held(engine: Engine, model: nn.Module) -> OwnedModel:
 def _owned_slices(engine: Engine) -> list[OwnedSlice]:
     slices = []
     for flat in engine.core.flats:
-        sharded = flat.placement.optim is SHARDED
-        copies = flat.groups.replicate if sharded else flat.groups.reduce_world
-        first = flat.full.first if sharded else 0
+        optim = flat.placement.optim
+        copies = flat.groups.replicate if optim.is_sharded else flat.groups.reduce_world
+        copy, holders = (0, (dist.get_rank(),)) if optim.is_sharded_across else (copies.index, copies.ranks)
+        first = flat.full.part(optim).start
         for part in flat.master.owned:
             start = first + part.start - flat.layout.offsets[part.index]
             slices.append(
@@ -53,8 +54,8 @@ def _owned_slices(engine: Engine) -> list[OwnedSlice]:
                     start=start,
                     stop=start + part.stop - part.start,
                     parameter=part.parameter,
-                    copy=copies.index,
-                    holders=copies.ranks,
+                    copy=copy,
+                    holders=holders,
                     block=flat.block,
                 )
             )

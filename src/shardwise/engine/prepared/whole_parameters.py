@@ -18,7 +18,6 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.guards.guard import wake
 from shardwise.engine.guards.replicas import bit_sums
 from shardwise.errors import InvalidModel
-from shardwise.plan.placement import SHARDED
 
 _NAME = "shardwise.whole(model)"
 
@@ -87,8 +86,7 @@ class _Lent:
         """Copy the values that the block has left into the masters."""
         flat = self.flat
         if self._gathered is not None:
-            sharded = flat.placement.optim is SHARDED
-            flat.write_master(flat.full.slice_of(self._gathered) if sharded else self._gathered)
+            flat.write_master(self._gathered[flat.full.part(flat.placement.optim)])
 
     def take_back(self) -> None:
         """Make the parameters views of the full buffer again, with their guards."""
