@@ -147,8 +147,8 @@ def _this_job() -> Any:
 
 
 def _sharded(model: nn.Module, mesh: Any, *, plan: Plan) -> nn.Module:
-    placements = plan.placements(unit_modules(model, policy=plan.units))
-    shard_units(model, plan=plan, placements=placements, mesh=mesh["data_parallel"])
+    modules = unit_modules(model, policy=plan.units)
+    shard_units(model, modules, plan=plan, placements=plan.placements(modules), mesh=mesh["data_parallel"])
     return model
 
 

@@ -43,7 +43,7 @@ _EXAMPLES = {name: example for group in COMMANDS.values() for name, example in g
 OPTIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "plan": {
         "Job": (
-            *("--cluster", "--fabric-gbps", "--seq", "--image", "--global-batch", "--optimizer", "--loss"),
+            *("--cluster", "--fabric-gbps", "--seq", "--lengths", "--image", "--global-batch", "--optimizer", "--loss"),
             *("--lora", "--lora-targets", "--quantize"),
         ),
         "Plan (what is not given is chosen)": (

@@ -19,6 +19,11 @@ FabricSpeed = Annotated[
     Option("--fabric-gbps", min=0.1, help="Gb/s of each node's network, all ports together (default: of the cluster)."),
 ]
 
+Lengths = Annotated[
+    str | None,
+    Option("--lengths", help="Tokens per sample where batches differ, in their order: 1024,512,768. Then they repeat."),
+]
+
 # The plan; what is not given is chosen
 
 Strategy = Annotated[

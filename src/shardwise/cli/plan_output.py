@@ -72,7 +72,8 @@ def _heading(shown: PlanAnswer) -> str:
     first, model = shown.found[0], shown.question.model
     capacity, plan = first.capacity_bytes, first.plan
     default = " (the default; --seq sets another)" if model.has_default_length else ""
-    seq = f", {first.seq} tokens per sample{default}" if first.seq else ""
+    most = "up to " if model.lengths else ""
+    seq = f", {most}{first.seq} tokens per sample{default}" if first.seq else ""
     room = f" ({fixed_text(capacity, unit=GIB)} each)" if capacity else ""
     loss = f", {model.loss} loss" if model.has_other_loss else ""
     units = f", units {plan.units}" if plan.units != AUTO_UNITS else ""

@@ -45,6 +45,7 @@ class PlanOptions:
     strategy: str | None = None
     micro_batch: int | None = None
     seq: int | None = None
+    lengths: str | None = None
     image: int | None = None
     precision: str = "bf16"
     recompute: str = "none"
@@ -194,9 +195,11 @@ def model_for(options: PlanOptions) -> "Model":
     """Return the model with the chosen loss; only catalogue models have the lean one."""
     from shardwise.models.reference import Model
 
+    lengths = _lengths(options)
     named = Model(
         options.model,
-        seq=options.seq,
+        seq=max(lengths, default=options.seq),
+        lengths=lengths,
         image=options.image,
         loss=settings_of(options).loss,
         adaptation=adaptation_of(
@@ -209,6 +212,19 @@ def model_for(options: PlanOptions) -> "Model":
             f"--loss {LEAN}: {options.model} has a loss of its own; only catalogue models of tokens have this one"
         )
     return named
+
+
+def _lengths(options: PlanOptions) -> tuple[int, ...]:
+    text = options.lengths or ""
+    try:
+        found = tuple(int(word) for word in text.split(",") if text)
+    except ValueError:
+        found = (0,)
+    if min(found, default=1) < 1:
+        raise InvalidPlan(f"--lengths {text}: say the tokens per sample of each batch, as 1024,512,768")
+    if found and options.seq not in (None, max(found)):
+        raise InvalidPlan(f"--lengths {text} with --seq {options.seq}: the longest is the sample that is planned")
+    return found
 
 
 def question_of(

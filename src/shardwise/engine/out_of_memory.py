@@ -80,7 +80,7 @@ def held_now(engines: Sequence[Engine]) -> dict[str, int]:
     for engine in engines:
         optimizers: list[Optimizer | None] = [*engine.owned.group_names]
         for optimizer in optimizers or [None]:
-            for category, tensor in held_tensors(engine.core.model, optimizer):
+            for category, tensor in held_tensors(engine, engine.core.model, optimizer):
                 storage = tensor.untyped_storage()
                 if tensor.device == device and category != HOST and storage.nbytes():
                     seen.setdefault(storage.data_ptr(), (category, storage.nbytes()))

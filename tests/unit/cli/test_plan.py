@@ -169,6 +169,7 @@ def test_options_change_what_is_planned(capfd: pytest.CaptureFixture[str]) -> No
 
     plain = peak()
     assert peak("--seq", "512") < plain
+    assert peak("--lengths", "256,512") == pytest.approx(peak("--seq", "512"), rel=0.01)
     assert peak("--precision", "fp32") > plain
     assert peak("--recompute", "full") < plain
     assert peak("--optimizer", "sgd") < plain
@@ -389,6 +390,16 @@ def test_a_step_that_is_faster_with_units_as_cuda_graphs_is_said_to_be(capfd: py
     assert as_json(capfd, *asked, "1xh100-80gb", "--micro-batch", "4", "--engine", "torch")["captured"] is None
 
 
+def test_updates_inside_backward_are_not_said_to_be_faster_with_graphs(capfd: pytest.CaptureFixture[str]) -> None:
+    """They read gradients that would lie in the memory of graphs."""
+    asked = ("gpt2-124m", "--cluster", "1xh200", "--strategy", "fsdp", "--micro-batch", "1", "--offload", "states")
+    assert run(*asked) == 0
+    out = " ".join(capfd.readouterr().out.split())
+    assert "With units as CUDA graphs, which is the default, fsdp takes 0.0" in out
+    assert run(*asked, "--update", "backward") == 0
+    assert "graphs" not in capfd.readouterr().out
+
+
 def test_the_band_says_what_it_follows_from(capfd: pytest.CaptureFixture[str]) -> None:
     data = as_json(capfd, "gpt2-350m", "--cluster", "2x8xa100", "--strategy", "zero2", "--like", "deepspeed")
     for candidate in data["candidates"]:
@@ -540,6 +551,8 @@ def test_the_frontier_shows_auto_against_the_fastest_fixed_plan(capfd: pytest.Ca
         (["--mesh", "8"], "--mesh 8: must be REPLICATExSHARD"),
         (["--mesh", "3x3"], "9"),
         (["--global-batch", "9"], "it must be a multiple of 8"),
+        (["--lengths", "512,0"], "--lengths 512,0: say the tokens per sample of each batch, as 1024,512,768"),
+        (["--lengths", "512,256", "--seq", "1024"], "--seq 1024: the longest is the sample that is planned"),
         (["--recompute", "full,nowhere=none"], "recompute_overrides.nowhere matches no unit"),
     ],
 )

@@ -21,7 +21,7 @@ from shardwise.engine.core.edited_values import distribute
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.step_events import announce
 from shardwise.engine.core.unit import Unit
-from shardwise.engine.engine import Engine, engine_of
+from shardwise.engine.engine import Engine
 from shardwise.engine.guards.guard import wake
 from shardwise.engine.guards.guards import Guards
 from shardwise.engine.guards.resting_units import guard_units
@@ -55,9 +55,16 @@ _FIXED = (
 _WHAT = "shardwise.replan"
 
 
-def replan(model: nn.Module, plan: Plan) -> None:
-    """Make the model and its optimizers run `plan`. Collective, between a backward and the next forward."""
-    engine = engine_of(model)
+def replan(engine: Engine, model: nn.Module, plan: Plan) -> None:
+    """Change the plan of a prepared model between two steps, without a checkpoint. Collective.
+
+        shardwise.replan(model, Plan(strategy="fsdp"))      # on every rank; the loop continues as it was
+
+    Strategy, overrides, mesh, recompute, offload, prefetch and the like may change; settings that decide what is
+    computed (precision, units, …) may not. Parameters, gradients, optimizer state and averages (shardwise.EMA) move
+    unit by unit: a rank holds no more than the larger of both plans and one unit. Training continues bit for bit as if
+    it had been saved under the old plan and resumed under the new one.
+    """
     meet(_WHAT, limit_seconds=engine.limit_seconds)
     mesh = plan.mesh or Mesh(shard=dist.get_world_size())
     agree(lambda: _checked(engine, plan=plan, mesh=mesh), what="plans")
@@ -119,7 +126,7 @@ def describe_replan(engine: Engine, *, plan: Plan, mesh: Mesh) -> str:
                 f"{_WHAT} with {name} = {now!r}, but the model was prepared with {then!r}: it changes where "
                 "things live and when they move, not what is computed; save a checkpoint and prepare again"
             )
-    trait = fixed_by(engine, plan=plan)
+    trait = fixed_by(engine, core.model, plan)
     if trait:
         raise InvalidModel(f"{_WHAT} with {trait}: save a checkpoint and prepare the model again")
     placements = check_plan(plan, spec=core.followed.spec, mesh=mesh, device=engine.device)
@@ -143,7 +150,7 @@ def describe_replan(engine: Engine, *, plan: Plan, mesh: Mesh) -> str:
     return "\n".join(f"{name} = {value}" for name, value in plan.to_dict().items())
 
 
-def fixed_by(engine: Engine, *, plan: Plan) -> str:
+def fixed_by(engine: Engine, model: nn.Module, plan: Plan) -> str:
     """Return the trait of a model that keeps it under its current plan; "" if `plan` may replace it."""
     traits = {
         "parameters that are OWNED (stepped whole by one rank each)": bool(

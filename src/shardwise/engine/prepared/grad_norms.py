@@ -11,13 +11,14 @@ from shardwise.comm.rank_progress import waiting_in
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.step_errors import updated_in_backward
 from shardwise.engine.core.step_events import announce
-from shardwise.engine.engine import Engine, engine_of
+from shardwise.engine.engine import Engine
 from shardwise.errors import InvalidData, InvalidModel
 from shardwise.plan.placement import REPLICATED, Where
 
 
 @torch.no_grad()
 def clip_grad_norm_(
+    engine: Engine,
     model: nn.Module,
     max_norm: float,
     norm_type: float = 2.0,
@@ -25,12 +26,13 @@ def clip_grad_norm_(
     parameters: Iterable[Tensor] | None = None,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scale the gradients so that their norm is at most `max_norm`; return the norm before, equal on all ranks.
+    """Scale the gradients so that their norm is at most `max_norm`; return the norm that they had, on every rank.
 
-    Collective. Like torch's function, but for the unsharded gradient, of the model or of these `parameters` of it.
-    Norms add up in float64, so that the result hardly depends on how the gradient is cut into slices.
+    Collective. Like torch's function, but over the whole gradient, on whatever ranks its slices are. With `parameters`
+    (some of the model's), only their gradients are scaled, by their norm. Norms add up in float64, so that the result
+    hardly depends on how the gradient is cut into slices.
     """
-    engine = _between_steps(model, what="clip_grad_norm_")
+    _between_steps(engine, what="clip_grad_norm_")
     named = chosen(model, parameters)
     by_axes = {axes: _grads(flats, named) for axes, flats in _by_axes(engine).items()}
     total = _norm(by_axes, engine=engine, norm_type=float(norm_type))
@@ -45,23 +47,32 @@ def clip_grad_norm_(
 
 
 @torch.no_grad()
-def clip_grad_value_(model: nn.Module, clip_value: float, *, parameters: Iterable[Tensor] | None = None) -> None:
-    """Clamp every element of the gradients to ±clip_value. Each rank clamps its own slices."""
+def clip_grad_value_(
+    engine: Engine, model: nn.Module, clip_value: float, *, parameters: Iterable[Tensor] | None = None
+) -> None:
+    """Clamp every element of the gradients to [-clip_value, clip_value], like torch's function of this name.
+
+    With `parameters` (some of the model's), only of their gradients.
+    """
     if not clip_value >= 0:
         raise InvalidData(f"clip_value = {clip_value!r}: must be a number of at least 0")
-    grads = _grads(_between_steps(model, what="clip_grad_value_").core.flats, chosen(model, parameters))
+    _between_steps(engine, what="clip_grad_value_")
+    grads = _grads(engine.core.flats, chosen(model, parameters))
     if grads:
         torch._foreach_clamp_min_(grads, -clip_value)
         torch._foreach_clamp_max_(grads, clip_value)
 
 
 @torch.no_grad()
-def grad_norms(model: nn.Module, *, norm_type: float = 2.0) -> dict[str, float]:
-    """Return the norm of each parameter's unsharded gradient by name, in the model's order, where there is one.
+def grad_norms(engine: Engine, model: nn.Module, *, norm_type: float = 2.0) -> dict[str, float]:
+    """Return the norm of each parameter's whole gradient, the same on every rank; parameters without one are left out.
 
-    Collective. Σ |g|^p adds up over slices, in float64; it waits for the device once.
+        for name, norm in shardwise.grad_norms(model).items():      # between backward and step
+            log(name, norm)
+
+    Collective, and it waits for the device.
     """
-    engine = _between_steps(model, what="grad_norms")
+    _between_steps(engine, what="grad_norms")
     power = float(norm_type)
     by_axes = _by_axes(engine)
     parts = []
@@ -92,14 +103,12 @@ def chosen(model: nn.Module, parameters: Iterable[Tensor] | None) -> set[int] | 
     return {id(parameter) for parameter in given}
 
 
-def _between_steps(model: nn.Module, *, what: str) -> Engine:
-    """Return the engine, once values that were written into `p.grad` are in the slices."""
-    engine = engine_of(model)
+def _between_steps(engine: Engine, *, what: str) -> None:
+    """Refuse `what` inside of a step; take over values that were written into `p.grad`."""
     if engine.core.followed.plan.updates_in_backward:
         raise updated_in_backward(what)
     engine.check_between_steps(what=what)
     announce(engine.core.setting.events.gradients_asked)
-    return engine
 
 
 def _by_axes(engine: Engine) -> dict[Where, list[FlatParams]]:

@@ -22,27 +22,27 @@ def held_bytes(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str
     """
     held = dict.fromkeys((PARAMS, GATHERED, GRADS, OPTIM, HOST), 0)
     seen: set[int] = set()
-    for flat in engine_of(model).core.flats:
+    engine = engine_of(model)
+    for flat in engine.core.flats:
         for category, tensor in _of_flat(flat, optimizer):
             storage = tensor.untyped_storage()
             # Views share a storage: a bucket's gradients, a master that is the full buffer.
             if storage.data_ptr() not in seen and category in held:
                 seen.add(storage.data_ptr())
                 held[category] += storage.nbytes()
-    for category, average in _averages(engine_of(model)):
+    for category, average in _averages(engine):
         held[category] += average.nbytes
-    for category, state in _of_matrices(engine_of(model), optimizer):
+    for category, state in _of_matrices(engine, optimizer):
         held[category] += state.nbytes
     return held
 
 
-def held_tensors(model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[tuple[str, Tensor]]:
+def held_tensors(engine: Engine, model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield (category, tensor) for all memory that the engine knows at this moment; a storage has its first category.
 
     As above, and: reduce, the buffers that are being reduced, and autograd's gradients that are not yet in them;
     other, the module's buffers, the flags of used parameters, and the memory through which states on the host pass.
     """
-    engine = engine_of(model)
     yield from _of_buckets(engine)
     for flat in engine.core.flats:
         yield from _of_flat(flat, optimizer)
