@@ -48,7 +48,16 @@ OPTIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
         "Plan (what is not given is chosen)": (
             *("--strategy", "--goal", "--budget", "--host-memory", "--offload", "--micro-batch", "--accumulate"),
-            *("--accumulate-reduced", "--mesh", "--units", "--precision", "--reduce-dtype", "--recompute", "--tile"),
+            *(
+                "--accumulate-reduced",
+                "--mesh",
+                "--across",
+                "--units",
+                "--precision",
+                "--reduce-dtype",
+                "--recompute",
+                "--tile",
+            ),
             *("--compile", "--update", "--capture", "--overlap"),
         ),
         "Engine, kernels and measured devices": (

@@ -69,6 +69,12 @@ Update = Annotated[
     ),
 ]
 MeshShape = Annotated[str | None, Option("--mesh", help="REPLICATExSHARD, such as 8x8 (default: the best of a few).")]
+Across = Annotated[
+    str | None,
+    Option(
+        "--across", help="What is sharded over the mesh's replicate axis: ddp, zero1, zero2 (default: ddp and zero2)."
+    ),
+]
 Recompute = Annotated[str, Option("--recompute", help="none, full, selective; for some units: full,blocks.[0-8]=none.")]
 ReduceDtype = Annotated[
     str | None, Option("--reduce-dtype", help="What gradients are summed in: fp32 (default), bf16 or fp16.")

@@ -20,6 +20,7 @@ from shardwise.cli.terminal import status_line
 from shardwise.errors import InvalidPlan, UnknownName
 from shardwise.models.adaptation import adaptation_of
 from shardwise.plan.limits import LIMITS, EngineLimits
+from shardwise.plan.placement import ACROSS
 from shardwise.plan.policy import AUTO_UNITS
 from shardwise.planner.systems import System, system_of
 from shardwise.spec.losses import LEAN, LOSSES, USUAL
@@ -53,6 +54,7 @@ class PlanOptions:
     accumulate_reduced: bool | None = None
     update: str = "step"
     mesh: str | None = None
+    across: str | None = None
     units: str = AUTO_UNITS
     reduce_dtype: str | None = None
     budget: str | None = None
@@ -243,6 +245,7 @@ def question_of(
         accumulate_reduced=chosen.accumulate_reduced,
         update=options.update,
         mesh=parse_mesh(options.mesh) or hybrid_mesh(chosen.strategy, cluster=where),
+        across=options.across or ACROSS[0],
         units=options.units,
         precision=options.precision,
         reduce_dtype=chosen.reduce_dtype,

@@ -310,9 +310,11 @@ def test_a_hugging_face_config_is_traced_and_planned(tmp_path: Path, capfd: pyte
 
 def test_hybrid_shard_means_a_mesh_of_nodes(capfd: pytest.CaptureFixture[str]) -> None:
     options = ("gpt2-124m", "--strategy", "hybrid_shard", "--micro-batch", "4")
-    (row,) = as_json(capfd, *options, "--cluster", "2x8xh100-80gb")["candidates"]
+    row, across = as_json(capfd, *options, "--cluster", "2x8xh100-80gb")["candidates"]
+    assert (row["across"], across["across"]) == ("ddp", "zero2")
+    assert across["breakdown_bytes"]["optim"] < 0.6 * row["breakdown_bytes"]["optim"]
     assert (row["strategy"], row["mesh"]) == ("fsdp", {"replicate": 2, "shard": 8})
-    (row,) = as_json(capfd, *options, "--cluster", "8xh100-80gb", "--mesh", "2x4")["candidates"]
+    row = as_json(capfd, *options, "--cluster", "8xh100-80gb", "--mesh", "2x4")["candidates"][0]
     assert row["mesh"] == {"replicate": 2, "shard": 4}
     assert run(*options, "--cluster", "8xh100-80gb") == 2
     assert "8xh100-80gb is one node; give --mesh" in capfd.readouterr().err
@@ -520,9 +522,9 @@ def test_the_cost_of_a_training_follows_from_its_speed(capfd: pytest.CaptureFixt
 def test_mesh_passes_reduce_dtype_and_recompute_by_unit_can_be_set(capfd: pytest.CaptureFixture[str]) -> None:
     options = ("gpt2-124m", "--cluster", "2x8xh100", "--strategy", "fsdp", "--micro-batch", "2")
     settings = ("--mesh", "4x4", "--accumulate", "3", "--reduce-dtype", "bf16", "--recompute", "full,blocks.[0-3]=none")
-    (candidate,) = as_json(capfd, *options, *settings)["candidates"]
+    (candidate,) = as_json(capfd, *options, *settings, "--across", "zero1")["candidates"]
     plan = candidate["plan"]
-    assert plan["mesh"] == {"replicate": 4, "shard": 4}
+    assert (plan["mesh"], plan["across"]) == ({"replicate": 4, "shard": 4}, "zero1")
     assert (plan["accumulate"], plan["reduce_dtype"], plan["recompute"]) == (3, "bf16", "full")
     assert plan["recompute_overrides"] == {"blocks.[0-3]": "none"}
 

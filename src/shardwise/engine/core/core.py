@@ -278,6 +278,7 @@ class Core:
     def wait_gathers(self) -> None:
         """Wait for everything that is being gathered."""
         for unit in self.units.values():
+            unit.wait_gather_slice()
             unit.wait_gather()
 
     def after_step(self, *, others: AbstractSet[str] = frozenset()) -> None:

@@ -8,6 +8,7 @@ from shardwise.hardware.cluster import make_cluster
 from shardwise.plan import Plan
 from shardwise.plan.limits import LIMITS, strategies_of
 from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import ACROSS
 from shardwise.planner.search.auto import solve_plan
 from shardwise.planner.search.candidates import Candidate, SpecFor, cost, largest_batch
 from shardwise.planner.search.request import MOST_TIMES, AutoRequest, NoPlanFits
@@ -36,7 +37,7 @@ def ways_out(
     def fitting(changes: Iterable[Changed], fits: str = "yes") -> Iterator[Candidate]:
         for changed, changed_strategies, where in changes:
             for strategy in changed_strategies:
-                chosen = replace(changed, strategy=strategy, mesh=Mesh(shard=where.num_ranks))
+                chosen = replace(changed, strategy=strategy, mesh=Mesh(shard=where.num_ranks), across=ACROSS[0])
                 if LIMITS[plan.engine].why_not_planned(chosen) is None:
                     found = cost(spec_for(chosen), plan=chosen, cluster=where, optimizer=optimizer)
                     if found.fits == fits:
@@ -97,8 +98,8 @@ def _smaller(spec_for: SpecFor, *, plan: Plan, cluster: Cluster, optimizer: str)
         for way in dict.fromkeys((plan.recompute, "full")):
             found: list[Changed] = []
             for strategy in strategies_of(plan.engine) if divisors else ():
-                passes = changes(replace(plan, strategy=strategy, recompute=way, accumulate=plan.accumulate * given))
-                passes = replace(passes, mesh=Mesh(shard=cluster.num_ranks))
+                passes = changes(replace(plan.under(strategy), recompute=way, accumulate=plan.accumulate * given))
+                passes = replace(passes, mesh=Mesh(shard=cluster.num_ranks), across=ACROSS[0])
                 if LIMITS[plan.engine].why_not_planned(passes) is not None:
                     continue
                 most = largest_batch(spec_for(passes), plan=passes, cluster=cluster, optimizer=optimizer)

@@ -30,6 +30,7 @@ def as_data(candidate: Candidate) -> dict[str, Any]:
     return {
         "strategy": candidate.name,
         "mesh": {"replicate": plan.mesh.replicate, "shard": plan.mesh.shard},
+        "across": plan.across,
         "engine": plan.engine,
         "micro_batch": candidate.batch,
         "accumulate": plan.accumulate,
@@ -97,7 +98,8 @@ def as_table(candidates: Sequence[Candidate], *, recommended: int | None) -> Tab
 def _name(candidate: Candidate) -> str:
     mesh = candidate.plan.mesh
     assert mesh is not None
-    return candidate.name + (f" {mesh}" if mesh.replicate > 1 else "")
+    across = f"+{candidate.plan.across}" if candidate.plan.is_sharded_across else ""
+    return candidate.name + (f" {mesh}{across}" if mesh.replicate > 1 else "")
 
 
 def _times(candidate: Candidate) -> tuple[str, str, str]:
