@@ -31,7 +31,7 @@ def plan(
     seq: SampleLength = None,
     image: ImageSize = None,
     precision: Precision = "bf16",
-    recompute: flags.Recompute = "none",
+    recompute: flags.Recompute = None,
     global_batch: flags.GlobalBatch = None,
     accumulate: flags.Accumulate = 1,
     accumulate_reduced: flags.AccumulateReduced = None,

@@ -37,6 +37,7 @@ class PlanQuestion(AutoRequest):
     system        the system that is predicted, if it is another one; `like`: what it has set, as a sentence
     strategy      a strategy, all of them, or auto: all of them and the solver's plan
     num_tokens, price_per_gpu_hour    of a complete training run, whose cost is then shown
+    row_recomputes    the recompute modes that a strategy may have, which takes the best; none: that of the plan
     quick         without the allocator's model, the solver, and what is said about other plans
     """
 
@@ -47,6 +48,7 @@ class PlanQuestion(AutoRequest):
     like: str = ""
     num_tokens: float | None = None
     price_per_gpu_hour: float | None = None
+    row_recomputes: tuple[str, ...] = ()
     scales: bool = False
     has_frontier: bool = False
     has_timeline: bool = False
@@ -101,6 +103,7 @@ def answer(question: PlanQuestion) -> PlanAnswer:
         system=question.system,
         global_batch=question.global_batch,
         quick=question.quick,
+        recomputes=question.row_recomputes,
     )
     ways: list[Candidate] = []
     if AUTO in strategy_names(question.strategy, mesh=question.plan.mesh) and not question.quick:
@@ -222,7 +225,14 @@ def _scaling(question: PlanQuestion, *, found: list[Candidate], cluster: Cluster
     from shardwise.planner.search.scale import scaling
 
     fixed = [one for one in found if not one.label]
-    return scaling(question.spec_for, plan=question.plan, found=fixed, cluster=cluster, optimizer=question.optimizer)
+    return scaling(
+        question.spec_for,
+        plan=question.plan,
+        found=fixed,
+        cluster=cluster,
+        optimizer=question.optimizer,
+        recomputes=question.row_recomputes,
+    )
 
 
 def _frontier(question: PlanQuestion) -> "list[FrontierPoint] | None":

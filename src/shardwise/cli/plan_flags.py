@@ -64,7 +64,13 @@ Update = Annotated[
     ),
 ]
 MeshShape = Annotated[str | None, Option("--mesh", help="REPLICATExSHARD, such as 8x8 (default: the best of a few).")]
-Recompute = Annotated[str, Option("--recompute", help="none, full, selective; for some units: full,blocks.[0-8]=none.")]
+Recompute = Annotated[
+    str | None,
+    Option(
+        "--recompute",
+        help="none, selective, full; for some units: full,blocks.[0-8]=none (default: the fastest that fits).",
+    ),
+]
 ReduceDtype = Annotated[
     str | None, Option("--reduce-dtype", help="What gradients are summed in: fp32 (default), bf16 or fp16.")
 ]

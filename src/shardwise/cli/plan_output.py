@@ -54,7 +54,11 @@ def show(shown: PlanAnswer) -> None:
 
     console = Console()
     console.print(_heading(shown), highlight=False, markup=False)
-    console.print(as_table(shown.found, recommended=shown.recommendation.index))
+    console.print(
+        as_table(
+            shown.found, recommended=shown.recommendation.index, chooses_recompute=bool(shown.question.row_recomputes)
+        )
+    )
     console.print(legend())
     if shown.training:
         console.print(training_table(shown.training))
@@ -76,9 +80,10 @@ def _heading(shown: PlanAnswer) -> str:
     room = f" ({fixed_text(capacity, unit=GIB)} each)" if capacity else ""
     loss = f", {model.loss} loss" if model.has_other_loss else ""
     units = f", units {plan.units}" if plan.units != AUTO_UNITS else ""
+    recompute = "" if shown.question.row_recomputes else f", recompute {plan.recompute}"
     return (
-        f"{model.reference} on {first.cluster}{room}: {plan.precision}, recompute "
-        f"{plan.recompute}{seq}{units}, engine {plan.engine}{loss}"
+        f"{model.reference} on {first.cluster}{room}: {plan.precision}{recompute}{seq}{units}, engine "
+        f"{plan.engine}{loss}"
     )
 
 

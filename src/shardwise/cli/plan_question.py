@@ -46,7 +46,7 @@ class PlanOptions:
     seq: int | None = None
     image: int | None = None
     precision: str = "bf16"
-    recompute: str = "none"
+    recompute: str | None = None
     global_batch: int | None = None
     accumulate: int = 1
     accumulate_reduced: bool | None = None
@@ -218,6 +218,7 @@ def question_of(
     """Return the question that the options ask; a caller with many questions keeps the clusters and the models."""
     from shardwise.cli.plan_answer import PlanQuestion
     from shardwise.plan import Plan
+    from shardwise.planner.search.request import RECOMPUTES
 
     check_names(goal=options.goal, optimizer=options.optimizer)
     where, chosen, model = cluster_of(options), settings_of(options), named(options)
@@ -235,7 +236,7 @@ def question_of(
         engine=chosen.engine,
         compile=options.compile,
         capture=options.capture,
-        **parse_recompute(options.recompute),
+        **parse_recompute(options.recompute or "none"),
         **parse_offload(options.offload),
     )
     return PlanQuestion(
@@ -250,6 +251,8 @@ def question_of(
         like=chosen.text,
         budget_bytes=None if options.budget is None else byte_count(options.budget, key="--budget"),
         global_batch=options.global_batch,
+        # Another system recomputes nothing unless it is told to.
+        row_recomputes=RECOMPUTES if options.recompute is None and not chosen.system.name else (),
         num_tokens=parse_count(options.tokens, option="--tokens"),
         price_per_gpu_hour=options.price,
         scales=options.scale,

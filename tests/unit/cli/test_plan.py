@@ -88,7 +88,7 @@ def test_a_host_memory_that_is_no_size_is_one_line(capfd: pytest.CaptureFixture[
 
 
 def test_the_table_says_what_fits_and_which_to_take(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run("llama-3.1-8b", "--cluster", "8xh100-80gb", "--micro-batch", "1") == 0
+    assert run("llama-3.1-8b", "--cluster", "8xh100-80gb", "--micro-batch", "1", "--recompute", "none") == 0
     out = capfd.readouterr().out
     assert "Recommended: fsdp" in out
     assert "not measured" in out
@@ -98,8 +98,32 @@ def test_the_table_says_what_fits_and_which_to_take(capfd: pytest.CaptureFixture
 
 
 def test_what_does_not_fit_names_a_way_out_and_exits_with_1(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run("llama-3.1-8b", "--cluster", "8xh100-80gb", "--micro-batch", "2") == 1
+    assert run("llama-3.1-8b", "--cluster", "8xh100-80gb", "--micro-batch", "2", "--recompute", "none") == 1
     assert "fits with --recompute" in capfd.readouterr().out
+
+
+def test_without_recompute_every_strategy_has_the_best_mode(capfd: pytest.CaptureFixture[str]) -> None:
+    asked = ("llama-3.1-8b", "--cluster", "8xh100-80gb", "--micro-batch", "2")
+    fixed = [as_json(capfd, *asked, "--recompute", "full")["candidates"]]
+    for way in ("none", "selective"):
+        run(*asked, "--recompute", way, "--json")
+        fixed.append(json.loads(capfd.readouterr().out)["candidates"])
+    chosen = as_json(capfd, *asked)["candidates"]
+    for number, one in enumerate(chosen):
+        rows = [rows[number] for rows in fixed]
+        fitting = [row for row in rows if row["fits"] == "yes"]
+        if fitting:
+            assert one == max(fitting, key=lambda row: row["samples_per_s"])
+        else:
+            assert one["peak_bytes"]["device"] == min(row["peak_bytes"]["device"] for row in rows)
+    assert {one["recompute"] for one in chosen} > {"selective"}, "rows differ"
+    assert run(*asked) == 0
+    assert "recompute batch" in capfd.readouterr().out
+
+
+def test_another_system_recomputes_nothing_by_itself(capfd: pytest.CaptureFixture[str]) -> None:
+    (one,) = as_json(capfd, "llama-3.1-8b", "--cluster", "64xh100-80gb", "--like", "torch-fsdp")["candidates"][-1:]
+    assert one["recompute"] == "none"
 
 
 def test_passes_that_must_reduce_say_so(capfd: pytest.CaptureFixture[str]) -> None:

@@ -100,15 +100,15 @@ def best_on(
     """
     found = [
         one
-        for recompute in RECOMPUTES
         for one in candidates(
             spec_for,
-            plan=replace(plan, recompute=recompute),
+            plan=plan,
             strategies=strategies_of(plan.engine),
             cluster=cluster,
             optimizer=optimizer,
             goal="throughput",
             quick=quick,
+            recomputes=RECOMPUTES,
         )
         if one.fits == "yes" and one.time is not None
     ]
