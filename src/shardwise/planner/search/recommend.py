@@ -16,6 +16,9 @@ PAIR_BAND = 0.05
 Two plans are equally fast if one is slower by no more than this, in whole percent, as it is printed.
 """
 
+ROOM = 0.08
+"""The share of a device's memory that a plan must leave, to be preferred to one that does so, for being simpler."""
+
 # Verdicts on candidates that can be recommended, the best first.
 _VERDICTS = ("yes", "tight", "unknown")
 _ORDER = list(STRATEGIES)
@@ -28,7 +31,7 @@ class Reason(Enum):
     SMALLEST_PEAK = "the smallest peak"
     SIMPLEST = "the simplest that fits, where time is not predicted"
     NOTHING_TO_SHARD = "the simplest, since one rank has nothing to shard"
-    NEARLY_FASTEST = "the simplest within PAIR_BAND of the fastest"
+    NEARLY_FASTEST = "the simplest within PAIR_BAND of the fastest, or of those that leave ROOM"
     FASTEST = "the fastest"
     ONLY_ONE = "the only one that fits"
     CAPACITY_UNKNOWN = "none: the device's capacity is not known"
@@ -124,15 +127,25 @@ def recommend(
 def best_of(fitting: Sequence[Candidate]) -> Candidate | None:
     """Return the simplest candidate within PAIR_BAND of the fastest; on one rank, which shards nothing, the simplest.
 
-    This is what "best" and "recommended" mean everywhere.
+    If some of these leave ROOM, it is one of them. This is what "best" and "recommended" mean everywhere.
     """
     if not fitting:
         return None
     most = max(one.samples_per_s for one in fitting)
     as_fast = [one for one in fitting if one.cluster.num_ranks == 1 or _is_as_fast(one.samples_per_s, most)]
-    simplest = min(map(_simplicity, as_fast))[0]
+    pool = [one for one in as_fast if one.cluster.num_ranks > 1 and spare(one) >= ROOM] or as_fast
+    simplest = min(map(_simplicity, pool))[0]
     # Of one strategy on several meshes, the fastest.
-    return max((one for one in as_fast if _simplicity(one)[0] == simplest), key=_SPEED)
+    return max((one for one in pool if _simplicity(one)[0] == simplest), key=_SPEED)
+
+
+def spare(one: Candidate) -> float:
+    """Return the share of the device's memory that a plan leaves; 1 if its capacity is not known."""
+    return 1 - one.memory.device_bytes / one.capacity_bytes if one.capacity_bytes else 1.0
+
+
+def is_simpler(one: Candidate, than: Candidate) -> bool:
+    return _simplicity(one)[0] < _simplicity(than)[0]
 
 
 def _is_as_fast(speed: float, most: float) -> bool:

@@ -11,6 +11,8 @@ from shardwise.planner.search.recommend import (
     Recommendation,
     RunnerUp,
     Simpler,
+    is_simpler,
+    spare,
 )
 from shardwise.planner.search.request import MOST_TIMES
 from shardwise.vocabulary.quantities import GIB, fixed, fixed_text, significant
@@ -79,7 +81,7 @@ def _clauses(found: Recommendation, best: Candidate) -> Iterator[str]:
             yield "the simplest: one device has nothing to shard"
         case Reason.NEARLY_FASTEST:
             assert found.fastest is not None
-            yield _nearly_fastest(name_of(found.fastest), slower=found.slower)
+            yield _nearly_fastest(best, fastest=found.fastest, slower=found.slower)
         case Reason.ONLY_ONE:
             yield "the only one that fits" if best.fits == "yes" else "no other fits"
         case _:
@@ -90,10 +92,13 @@ def _clauses(found: Recommendation, best: Candidate) -> Iterator[str]:
         yield _simpler(found.simpler, best=best)
 
 
-def _nearly_fastest(fastest: str, *, slower: float) -> str:
+def _nearly_fastest(best: Candidate, *, fastest: Candidate, slower: float) -> str:
+    name, why = name_of(fastest), "and simpler"
+    if not is_simpler(best, fastest):
+        why = f"and leaves {spare(best):.0%} of the memory instead of {spare(fastest):.0%}"
     if round(slower, 2) == 0:
-        return f"as fast as {fastest} and simpler"
-    return f"{slower:.0%} slower than {fastest}, the fastest, and simpler ({PAIR_BAND:.0%} or less is within the error)"
+        return f"as fast as {name} {why}"
+    return f"{slower:.0%} slower than {name}, the fastest, {why} ({PAIR_BAND:.0%} or less is within the error)"
 
 
 def _communication(best: Candidate) -> str:
@@ -113,6 +118,8 @@ def _simpler(simpler: Simpler, *, best: Candidate) -> str:
         assert one.capacity_bytes is not None
         needs, has = fixed_text(one.memory.device_bytes, unit=GIB), fixed(one.capacity_bytes, unit=GIB)
         return f"{one.plan.strategy} needs {needs}, the device has {has}"
+    if round(1 - simpler.speed, 2) <= PAIR_BAND and spare(one) < spare(best):
+        return f"{one.plan.strategy} leaves {spare(one):.0%} of the memory"
     at_batch = f" with micro-batch {one.batch}, the most that fits" if one.batch < best.batch else ""
     return f"{one.plan.strategy} is {1 - simpler.speed:.0%} slower{at_batch}"
 
@@ -120,7 +127,9 @@ def _simpler(simpler: Simpler, *, best: Candidate) -> str:
 def _runner_up(runner_up: RunnerUp, found: Recommendation, *, best: Candidate) -> str:
     one, name = runner_up.candidate, name_of(runner_up.candidate)
     slower = f"{name} is {1 - runner_up.speed:.0%} slower"
-    advantage = "has the smaller peak" if found.reason is Reason.SMALLEST_PEAK else "is simpler"
+    advantage = "is simpler" if is_simpler(best, one) else "leaves more memory"
+    if found.reason is Reason.SMALLEST_PEAK:
+        advantage = "has the smaller peak"
     match runner_up.condition:
         case Condition.PLAN:
             assert runner_up.plan is not None

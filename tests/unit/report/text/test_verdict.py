@@ -63,6 +63,8 @@ def test_a_simpler_plan_says_how_much_slower_than_the_fastest_it_is(found: dict[
     )
     assert verdict(chosen, why=why) == f"Recommended: zero1, {why}."
     assert reasons(replace(chosen, slower=0.004)).startswith("as fast as fsdp and simpler; ")
+    roomier = replace(chosen, best=found["fsdp"], fastest=found["zero1"], slower=0.004)
+    assert reasons(roomier).startswith("as fast as zero1 and leaves ")
 
 
 def test_one_device_has_nothing_to_shard(found: dict[str, Candidate]) -> None:
