@@ -97,7 +97,7 @@ def rent(
     if best is None:
         raise Exit(1)
     if save is not None:
-        best.candidate.plan.save(save)
+        best.candidate.plan.for_any_ranks.save(save)
 
 
 def _show(

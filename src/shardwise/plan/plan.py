@@ -5,7 +5,7 @@ The planner costs it, the engine runs it, and it is saved as TOML, so that both 
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from reprlib import repr as show
 from typing import Any, Self
@@ -272,6 +272,12 @@ class Plan(PlanKeys):
         """Return the plan that `to_dict` gave; anything else raises an error with the key and the value."""
         with refusing(InvalidPlan):
             return cls(**values_of(cls)(data, ""))
+
+    @property
+    def for_any_ranks(self) -> "Plan":
+        """The plan without its mesh, if that has a single axis: ranks are then all of the job's."""
+        is_flat = self.mesh is not None and self.mesh.replicate == 1
+        return replace(self, mesh=None) if is_flat else self
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as TOML; an error leaves no partial file."""
