@@ -162,7 +162,10 @@ def test_heads_that_share_nothing_have_laws_of_their_own(tmp_path: Path) -> None
     "other",
     [
         {"quantization_config": {}},
-        {"dtype": "float32"},
+        {"dtype": "float16"},
+        {"layer_types": ["full_attention", "sliding_attention"] * 14},
+        {"layer_types": ["full_attention"]},
+        {"use_mrope": True},
         {"hidden_act": "gelu"},
         {"use_sliding_window": True},
         {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
