@@ -1,12 +1,12 @@
 """Computes the answer of `shardwise plan`: candidates, the solver's plan, the recommendation, and what options add."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.cli.strategies import strategies_for_engine, strategy_names
 from shardwise.errors import InvalidPlan
-from shardwise.hardware import Cluster
 from shardwise.models.reference import Model
 from shardwise.plan import Plan
 from shardwise.plan.limits import LIMITS
@@ -22,6 +22,8 @@ from shardwise.report.text.verdict import no_fit, reasons
 from shardwise.vocabulary.span import Span
 
 if TYPE_CHECKING:
+    from shardwise.cli.plan_question import PlanOptions
+    from shardwise.cli.ways_out import WayOut
     from shardwise.planner.search.frontier import FrontierPoint
     from shardwise.planner.search.scale import Scaled
     from shardwise.planner.search.training_cost import TrainingCost
@@ -33,6 +35,7 @@ _CLEARLY_FASTER = 0.95
 class PlanQuestion(AutoRequest):
     """The options of the command: the solver's request, and what else is to be shown.
 
+    options       as they were given; `ask` makes the question of other ones
     spec_for      of the model; a caller may watch what is asked for
     system        the system that is predicted, if it is another one; `like`: what it has set, as a sentence
     strategy      a strategy, all of them, or auto: all of them and the solver's plan
@@ -41,6 +44,8 @@ class PlanQuestion(AutoRequest):
     quick         without the allocator's model, the solver, and what is said about other plans
     """
 
+    options: "PlanOptions"
+    ask: "Callable[[PlanOptions], PlanQuestion]"
     model: Model
     spec_for: SpecFor
     strategy: str
@@ -59,7 +64,7 @@ class PlanAnswer:
     """The answer.
 
     found           the rows of the table; `recommendation.index` is one of them
-    ways            where nothing fits: the smallest changes with which something does
+    ways            where nothing fits: changes with which something does
     fits            whether any of them fits
     needed_bytes_per_s    bandwidth of a node below which communication bounds the recommended plan; None for one node
     captured        the recommended plan in CUDA graphs, as `shardwise train` runs it by default; None unless that is
@@ -72,7 +77,7 @@ class PlanAnswer:
     found: list[Candidate]
     recommendation: Recommendation
     why: str
-    ways: list[Candidate]
+    ways: "list[WayOut]"
     fits: bool
     needed_bytes_per_s: float | None
     captured: Candidate | None
@@ -86,36 +91,27 @@ class PlanAnswer:
     def save(self, path: Path) -> None:
         if self.recommendation.best is None:
             raise InvalidPlan(f"--save {path}: {self.why}")
-        self.recommendation.best.plan.save(path)
+        self.saved(self.recommendation.best).save(path)
+
+    def saved(self, one: Candidate) -> Plan:
+        """Return the plan for a file: with a mesh only if one was asked for, or it has two axes."""
+        return one.plan if self.question.plan.mesh is not None else one.plan.for_any_ranks
 
 
 def answer(question: PlanQuestion) -> PlanAnswer:
-    strategies = _strategies(question)
-    cluster = with_budget(question.cluster, budget_bytes=question.budget_bytes)
     spec_for, optimizer = question.spec_for, question.optimizer
-    found = candidates(
-        spec_for,
-        plan=question.plan,
-        strategies=strategies,
-        cluster=cluster,
-        optimizer=optimizer,
-        goal=question.goal,
-        system=question.system,
-        global_batch=question.global_batch,
-        quick=question.quick,
-        recomputes=question.row_recomputes,
-    )
-    ways: list[Candidate] = []
+    found = fixed_candidates(question, quick=question.quick)
     if AUTO in strategy_names(question.strategy, mesh=question.plan.mesh) and not question.quick:
         found, chosen, why = _with_auto(question, found)
     else:
         chosen = recommend(found, goal=question.goal, spec_for=spec_for, optimizer=optimizer, quick=question.quick)
         why = reasons(chosen)
-        if chosen.reason is Reason.NOTHING_FITS and not question.quick:
-            from shardwise.planner.search.way_out import ways_out
+    ways: list[WayOut] = []
+    if chosen.reason is Reason.NOTHING_FITS and not question.quick:
+        from shardwise.cli.ways_out import ways_out
 
-            ways = ways_out(spec_for, plan=question.plan, strategies=strategies, cluster=cluster, optimizer=optimizer)
-            why = no_fit(ways, asked=question.plan, found=found)
+        ways = ways_out(question)
+        why = no_fit(found, has_ways=bool(ways))
     return PlanAnswer(
         question=question,
         found=found,
@@ -127,10 +123,26 @@ def answer(question: PlanQuestion) -> PlanAnswer:
         captured=_captured(question, chosen.best, capture="on"),
         captured_units=_captured(question, chosen.best, capture="units"),
         compiled=_compiled(question, chosen.best),
-        scaling=_scaling(question, found=found, cluster=cluster),
+        scaling=_scaling(question, found=found),
         frontier=_frontier(question),
         training=_training(question, found),
         spans=_spans(question, chosen.best),
+    )
+
+
+def fixed_candidates(question: PlanQuestion, *, quick: bool) -> list[Candidate]:
+    """Return the rows of the table without the solver's."""
+    return candidates(
+        question.spec_for,
+        plan=question.plan,
+        strategies=_strategies(question),
+        cluster=with_budget(question.cluster, budget_bytes=question.budget_bytes),
+        optimizer=question.optimizer,
+        goal=question.goal,
+        system=question.system,
+        global_batch=question.global_batch,
+        quick=quick,
+        recomputes=question.row_recomputes,
     )
 
 
@@ -219,7 +231,7 @@ def _needed(question: PlanQuestion, best: Candidate | None) -> float | None:
     return needed_bytes_per_s(job, batch=best.batch, cluster=cluster, system=question.system)
 
 
-def _scaling(question: PlanQuestion, *, found: list[Candidate], cluster: Cluster) -> "list[Scaled] | None":
+def _scaling(question: PlanQuestion, *, found: list[Candidate]) -> "list[Scaled] | None":
     if not question.scales:
         return None
     from shardwise.planner.search.scale import scaling
@@ -229,7 +241,7 @@ def _scaling(question: PlanQuestion, *, found: list[Candidate], cluster: Cluster
         question.spec_for,
         plan=question.plan,
         found=fixed,
-        cluster=cluster,
+        cluster=with_budget(question.cluster, budget_bytes=question.budget_bytes),
         optimizer=question.optimizer,
         recomputes=question.row_recomputes,
     )

@@ -18,7 +18,7 @@ from shardwise.report.text.queue_lanes import as_data as spans_as_data
 from shardwise.report.text.queue_lanes import as_lanes
 from shardwise.report.text.verdict import verdict
 from shardwise.spec.largest_unit import why_hardly_cut
-from shardwise.vocabulary.quantities import GIB, fixed_text, step_seconds_text
+from shardwise.vocabulary.quantities import GIB, digits, fixed_text, step_seconds_text
 
 
 def as_data(shown: PlanAnswer) -> dict[str, Any]:
@@ -36,6 +36,10 @@ def as_data(shown: PlanAnswer) -> dict[str, Any]:
         "like": shown.question.like or None,
         "host": "probed" if shown.found[0].cluster.device.host is not None else "assumed",
         "candidates": [candidate_data(candidate) for candidate in shown.found],
+        "ways": [
+            {"change": way.change, "command": way.options.command, "candidate": candidate_data(way.candidate)}
+            for way in shown.ways
+        ],
         **{name: None if one is None else candidate_data(one) for name, one in others.items()},
     }
     if shown.training is not None:
@@ -95,10 +99,18 @@ def remarks(shown: PlanAnswer) -> Iterator[str]:
     if not first.memory.activations_known:
         yield "States only: activations are unknown and not included."
     yield verdict(shown.recommendation, why=shown.why)
+    for way in shown.ways:
+        yield f"- {way.change}: {_cost_of(way.candidate)}: {way.options.command}"
     best_or_first = shown.recommendation.best or first
     yield from _about_memory(shown, best_or_first)
     yield from _about_time(shown, best_or_first)
     yield from _about_tables(shown)
+
+
+def _cost_of(way: Candidate) -> str:
+    rate = way.time.tokens_per_s_per_gpu if way.time is not None else None
+    speed = f", {digits(rate)} tokens/s per GPU" if rate is not None else ""
+    return f"{fixed_text(way.memory.device_bytes, unit=GIB)}{speed}"
 
 
 def _about_memory(shown: PlanAnswer, best_or_first: Candidate) -> Iterator[str]:

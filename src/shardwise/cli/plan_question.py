@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -240,6 +241,8 @@ def question_of(
         **parse_offload(options.offload),
     )
     return PlanQuestion(
+        options=options,
+        ask=partial(question_of, cluster_of=cluster_of, named=named),
         model=model,
         spec_for=model.spec_for,
         plan=plan,

@@ -151,6 +151,8 @@ class PlanService:
         return self._kept_model(options)
 
     def _kept_model(self, options: PlanOptions) -> Model:
+        if options.lora is not None and options.lora != self._options.lora:
+            raise InvalidPlan(f"--lora {options.lora}: the page was opened without it")
         key = options.model, options.seq
         if key not in self._models:
             is_own = options.model == self._options.model

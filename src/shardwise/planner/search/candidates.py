@@ -256,8 +256,10 @@ def candidates(
     for strategy in strategies:
         for mesh in meshes(strategy, plan=plan, cluster=cluster):
             ways = _recomputed(replace(plan, strategy=strategy, mesh=mesh), recomputes=recomputes)
-            costed = partial(at_best_batch, spec=spec_for(*ways))
-            found.append(_best_way(ways, costed, goal=goal, quick=quick))
+            spec = spec_for(*ways)
+            # Of a model without traces no activations are known.
+            ways = ways if spec.traces else ways[:1]
+            found.append(_best_way(ways, partial(at_best_batch, spec=spec), goal=goal, quick=quick))
     return found
 
 

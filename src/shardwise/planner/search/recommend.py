@@ -34,6 +34,7 @@ class Reason(Enum):
     NEARLY_FASTEST = "the simplest within PAIR_BAND of the fastest, or of those that leave ROOM"
     FASTEST = "the fastest"
     ONLY_ONE = "the only one that fits"
+    ASKED = "the only one that was asked for"
     CAPACITY_UNKNOWN = "none: the device's capacity is not known"
     NOTHING_FITS = "none: nothing fits"
 
@@ -109,7 +110,7 @@ def recommend(
         best = _smallest(fitting) if goal == "memory" else best_of(fitting)
         assert best is not None
         first = best if goal == "memory" else max(fitting, key=_SPEED)
-        reason = _reason(best, fitting, first=first, goal=goal)
+        reason = _reason(best, fitting, first=first, goal=goal, is_asked=len(found) == 1)
         is_behind = reason is Reason.NEARLY_FASTEST
         return Recommendation(
             index=found.index(best),
@@ -165,7 +166,7 @@ def _relative(one: Candidate, other: Candidate) -> float:
     return one.samples_per_s / other.samples_per_s if other.time is not None else 0.0
 
 
-def _reason(best: Candidate, fitting: Sequence[Candidate], *, first: Candidate, goal: str) -> Reason:
+def _reason(best: Candidate, fitting: Sequence[Candidate], *, first: Candidate, goal: str, is_asked: bool) -> Reason:
     if goal == "memory":
         return Reason.SMALLEST_PEAK
     if best.time is None:
@@ -174,7 +175,9 @@ def _reason(best: Candidate, fitting: Sequence[Candidate], *, first: Candidate, 
         return Reason.NOTHING_TO_SHARD
     if first is not best:
         return Reason.NEARLY_FASTEST
-    return Reason.FASTEST if len(fitting) > 1 or best.fits == "unknown" else Reason.ONLY_ONE
+    if len(fitting) > 1 or best.fits == "unknown":
+        return Reason.FASTEST
+    return Reason.ASKED if is_asked else Reason.ONLY_ONE
 
 
 def _simpler(best: Candidate, found: Sequence[Candidate], *, first: Candidate) -> Simpler | None:

@@ -11,10 +11,10 @@ from shardwise.plan.limits import strategies_of
 from shardwise.plan.mesh import Mesh
 from shardwise.planner.search.auto import solve_plan
 from shardwise.planner.search.candidates import Candidate, SpecFor, candidates, cost
+from shardwise.planner.search.larger_clusters import PER_NODE
 from shardwise.planner.search.recommend import PAIR_BAND, best_of
 from shardwise.planner.search.request import RECOMPUTES, AutoRequest, NoPlanFits
 from shardwise.planner.search.training_cost import TrainingCost, training_cost
-from shardwise.planner.search.way_out import PER_NODE
 
 COUNTS = (1, 2, 4, PER_NODE)
 """Devices of one rented machine."""
@@ -114,10 +114,12 @@ def best_on(
     ]
     if found or not cluster.host_bytes:
         return best_of(found)
-    return _in_host_memory(spec_for, request=AutoRequest(plan=plan, cluster=cluster, optimizer=optimizer, quick=quick))
+    return best_in_host_memory(
+        spec_for, request=AutoRequest(plan=plan, cluster=cluster, optimizer=optimizer, quick=quick)
+    )
 
 
-def _in_host_memory(spec_for: SpecFor, *, request: AutoRequest) -> Candidate | None:
+def best_in_host_memory(spec_for: SpecFor, *, request: AutoRequest) -> Candidate | None:
     """Return the plan that the solver finds with host memory, if one with all states there fits: that is soon known."""
     for update in ("device", "host"):
         least = replace(
