@@ -138,6 +138,18 @@ def _about_memory(shown: PlanAnswer, best_or_first: Candidate) -> Iterator[str]:
         )
 
 
+def _times(one: Candidate) -> str:
+    """Say how far a time may be off; of a kind that was never measured, between which speeds it may be."""
+    band, time = one.time_band, one.time
+    if time is None or band.is_of_a_measured_kind:
+        return f"times {band}"
+    rate, counted = time.tokens_per_s_per_gpu, "tokens/s per GPU"
+    if rate is None:
+        rate, counted = time.samples_per_s, "samples/s"
+    slowest, fastest = digits(rate / (1 + band.upper)), digits(rate / (1 - band.lower))
+    return f"not measured on this kind of device: between {slowest} and {fastest} {counted}"
+
+
 def _about_time(shown: PlanAnswer, best_or_first: Candidate) -> Iterator[str]:
     first = shown.found[0]
     fits = f"fits means peak + {first.memory_band:.0%} ≤ capacity; " if first.capacity_bytes else ""
@@ -145,7 +157,7 @@ def _about_time(shown: PlanAnswer, best_or_first: Candidate) -> Iterator[str]:
         shown.question.model.spec_for(best_or_first.plan), plan=best_or_first.plan, cluster=best_or_first.cluster
     )
     of_best = f" of {best_or_first.name}" if first.time is not None else ""
-    time = f"times {best_or_first.time_band}; comm = exposed communication"
+    time = f"{_times(best_or_first)}; comm = exposed communication"
     yield f"Predicted, not measured; {fits}{f'time{of_best} is not predicted: {unknown}' if unknown else time}."
     if unknown is None and needs_whole_matrices(shown.question.optimizer):
         yield "The time of Muon's update is computed from its matrix products; it was not compared with measurements."

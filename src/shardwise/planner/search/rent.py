@@ -1,7 +1,8 @@
 """Which devices to rent for a training: every kind and count with its best plan, days and cost. No torch."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from shardwise.hardware import Cluster, Device
 from shardwise.hardware.cluster import make_cluster
@@ -59,30 +60,48 @@ def most_days(one: TrainingCost) -> float:
 
 
 def rentals(
-    spec_for: SpecFor, *, devices: Mapping[Device, Price], wish: Wish, looks: int | None = LOOKS
+    spec_for: SpecFor,
+    *,
+    devices: Mapping[Device, Price],
+    wish: Wish,
+    looks: int | None = LOOKS,
+    named: Collection[str] = (),
 ) -> list[TrainingCost]:
     """Return the best plan on each rental that fits, the recommended one first and then by `Wish.rank`.
 
     Host memory is used on one GPU. Several machines are tried only if nothing fits on one without it, or in time.
     `looks`: how many rentals are returned, computed with the allocator's model; None for all, which is the exhaustive
-    search.
+    search. The best rental of each kind in `named` is among them, if one fits.
     """
     found: list[TrainingCost] = []
     for sizes in ([(1, count) for count in COUNTS], [(nodes, PER_NODE) for nodes in MACHINES]):
         clusters = [cluster for device in devices for cluster in _clusters(device, price=devices[device], sizes=sizes)]
-        found += _costs(spec_for, clusters=clusters, devices=devices, wish=wish, looks=looks)
+        found += _costs(spec_for, clusters=clusters, devices=devices, wish=wish, looks=looks, named=named)
         if any(wish.is_in_time(one) and not one.candidate.memory.host_bytes for one in found):
             break
     first = recommended(found, wish=wish)
-    return sorted(found, key=lambda one: (one is not first, wish.rank(one)))[:looks]
+    return _best_ranked(found, key=lambda one: (one is not first, wish.rank(one)), looks=looks, named=named)
+
+
+def _best_ranked(
+    found: Sequence[TrainingCost], *, key: Callable[[TrainingCost], Any], looks: int | None, named: Collection[str]
+) -> list[TrainingCost]:
+    """Return the first `looks` by rank, and the first of each named kind."""
+    ranked = sorted(found, key=key)
+    kinds = [one.candidate.cluster.device.name for one in ranked]
+    firsts = {kinds.index(kind) for kind in named if kind in kinds}
+    return [one for index, one in enumerate(ranked) if looks is None or index < looks or index in firsts]
 
 
 def recommended(found: Sequence[TrainingCost], *, wish: Wish) -> TrainingCost | None:
     """Return the rental that meets the wish at the lowest cost; of those that cost about as much, the soonest done.
 
-    With a limit of price alone, the soonest done; None if nothing meets the wish.
+    With a limit of price alone, the soonest done; None if nothing meets the wish. A kind on whose architecture nothing
+    was measured is recommended only where no other meets it.
     """
     met = [one for one in found if wish.is_met(one)]
+    # Where no training was measured, a speed is no reason to rent.
+    met = [one for one in met if one.candidate.time_band.is_of_a_measured_kind] or met
     if not met:
         return None
     if wish.max_price is None or wish.max_days is not None:
@@ -151,7 +170,13 @@ def _clusters(device: Device, *, price: Price, sizes: Sequence[tuple[int, int]])
 
 
 def _costs(
-    spec_for: SpecFor, *, clusters: Sequence[Cluster], devices: Mapping[Device, Price], wish: Wish, looks: int | None
+    spec_for: SpecFor,
+    *,
+    clusters: Sequence[Cluster],
+    devices: Mapping[Device, Price],
+    wish: Wish,
+    looks: int | None,
+    named: Collection[str],
 ) -> list[TrainingCost]:
     """Return the costs on those clusters on which something fits; the best `looks` of them."""
 
@@ -170,4 +195,5 @@ def _costs(
     if looks is None:
         return costs(clusters, quick=False)
     screened = costs(clusters, quick=True)
-    return costs([one.candidate.cluster for one in sorted(screened, key=wish.rank)[:looks]], quick=False)
+    best = _best_ranked(screened, key=wish.rank, looks=looks, named=named)
+    return costs([one.candidate.cluster for one in best], quick=False)

@@ -115,7 +115,9 @@ def test_mfu_of_a_frozen_model_counts_no_gradients_of_its_parameters() -> None:
     plan = plan_of("fsdp")
     frozen = estimate_time(replace(SPEC, units=units), plan=plan, cluster=cluster_of("8xh100-80gb"))
     trained = timed(plan)
-    assert frozen is not None and frozen.mfu is not None and trained.mfu is not None
+    assert frozen is not None
+    assert frozen.mfu is not None
+    assert trained.mfu is not None
     operations = frozen.mfu * frozen.step_seconds / (trained.mfu * trained.step_seconds)
     assert operations == pytest.approx(2 / 3, rel=0.05)
 
