@@ -6,7 +6,7 @@ dtype.
 """
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 import torch
@@ -39,6 +39,8 @@ class Gradients:
         self.awaits = False
         # Autograd's gradients, until the last piece has copied its part of them.
         self._rows: list[Tensor | None] | None = None
+        # Gradients that came past autograd, by the parameters' numbers, in the order in which they came.
+        self._handed: list[Mapping[int, Tensor]] = []
         self.begun: Tensor | None = None
         # The averaged gradients that `p.grad` was given, where the owned part's are views of them.
         self._shown: list[Tensor | None] = [None] * len(params)
@@ -68,19 +70,36 @@ class Gradients:
     def hide(self) -> None:
         """Before backward: autograd must find no gradient, or it would add this rank's own to the average."""
         with unguarded():
-            grads = [parameter.grad for parameter in self._params]
-            for parameter, grad in zip(self._params, grads, strict=True):
-                if grad is not None:
-                    parameter.grad = None
+            grads = take_off(self._params)
         if self.shows:
             self.hidden = grads
+        self._handed = []
         self.awaits = True
+
+    def hand(self, gradients: Mapping[int, Tensor]) -> None:
+        """Hold gradients that come past autograd, which is to bring none of the same use of these parameters."""
+        self._handed.append(gradients)
+
+    def take_off(self) -> list[Tensor | None]:
+        """Return this rank's gradients, which autograd has left at the parameters or which were handed over."""
+        with unguarded():
+            given = take_off(self._params)
+        for gradients in self._handed:
+            for index, gradient in gradients.items():
+                other = given[index]
+                # As autograd adds up what several uses of a parameter bring.
+                given[index] = gradient if other is None else other + gradient
+        return given
+
+    def release_handed(self) -> None:
+        """Note that what `take_off` has returned was copied."""
+        self._handed.clear()
 
     def take_rows(self, *, is_last: bool) -> list[Tensor | None]:
         """Return this rank's gradients, each as one row; the first piece takes them off the parameters."""
         rows = self._rows
         if rows is None:
-            given = take_off(self._params)
+            given = self.take_off()
             rows = [
                 None if grad is None else (grad.to_dense() if grad.is_sparse else grad).reshape(-1) for grad in given
             ]
@@ -98,6 +117,7 @@ class Gradients:
     def drop_pieces(self) -> None:
         """Forget what pieces have yet to take, and what they have brought."""
         self._rows = self.begun = None
+        self._handed = []
 
     def restore(self) -> None:
         """Restore earlier averages where backward brought none: what autograd left is this rank's own."""
@@ -162,13 +182,17 @@ class Gradients:
         if not self.shows:
             self._new |= trained - self._reduced
         self._reduced |= trained
+        on_device = self._master.host is None
         for part, new in zip(self._master.owned, grads, strict=True):
             parameter = part.parameter
             if part.index not in trained:
                 continue
             old = parameter.grad
             if old is None:
-                set_grad(parameter, new)
+                if on_device:
+                    parameter.grad = new
+                else:
+                    set_grad(parameter, new)
                 self._new.add(part.index)
             elif not self.shows:
                 olds.append(old)

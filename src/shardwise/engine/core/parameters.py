@@ -41,8 +41,8 @@ def set_grad(parameter: nn.Parameter, grad: Tensor) -> None:
 
 def take_off(params: list[nn.Parameter]) -> list[Tensor | None]:
     """Return what autograd has left at the parameters, and leave nothing there."""
-    with unguarded():
-        given = [parameter.grad for parameter in params]
-        for parameter in params:
+    given = [parameter.grad for parameter in params]
+    for parameter, grad in zip(params, given, strict=True):
+        if grad is not None:
             parameter.grad = None
     return given

@@ -12,7 +12,6 @@ from shardwise.comm.groups import Group
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.full_buffer import cut_pieces
 from shardwise.engine.core.gradient_memory import GradientMemory
-from shardwise.engine.core.parameters import take_off
 from shardwise.torch_internals import torch_private
 from shardwise.vocabulary.layout import BufferPiece
 
@@ -113,7 +112,7 @@ class Segment:
         """
         views = self.views(flat)
         if self.piece is None:
-            taken = given = take_off(flat.params)
+            taken = given = flat.grads.take_off()
         else:
             taken = flat.grads.take_rows(is_last=self.piece.is_last)
             rows = ((taken[index], start, stop) for index, start, stop in self.piece.parts)
@@ -125,6 +124,8 @@ class Segment:
             views, grads = self._present(views, given if weight else [None] * len(views))
         if views:
             self._write(views, grads, weight=weight)
+        if self.piece is None or self.piece.is_last:
+            flat.grads.release_handed()
         return without
 
     def _write(self, views: list[Tensor], grads: list[Tensor], *, weight: float) -> None:

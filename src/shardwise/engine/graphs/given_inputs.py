@@ -34,10 +34,14 @@ class GivenInputs:
         self.places: list[int] = []
         self.gathered: list[int] = []
         form: dict[int, Any] = {}
+        params = unit.takers
         for number, one in enumerate(inputs):
-            if number in graph.free:
+            if id(one) in params:
+                self.gathered.append(number)
+                form[number] = one.requires_grad
+            elif number in graph.free:
                 continue
-            if not isinstance(one, Tensor):
+            elif not isinstance(one, Tensor):
                 # With its type, because True == 1 == 1.0.
                 form[number] = (type(one), one)
             elif unit.is_gathered(one):

@@ -28,6 +28,7 @@ class RecordedCall:
 
     number       its position among the calls of the pass
     form         what must be equal for a replay (GivenInputs)
+    gathered     the numbers of inputs that lie where parameters are gathered; params: those that are parameters
     inputs       the places of the inputs that are copied; `made`: those that no earlier call had
     results      what it returns, in order: a place, (the number of an input that is passed on,), or None: a number
     outputs      the places among them; `differentiable`: which of them have gradients
@@ -42,6 +43,7 @@ class RecordedCall:
         self.device = device
         self.numbers = given.places
         self.gathered = given.gathered
+        self.params = [number for number in given.gathered if isinstance(given.inputs[number], nn.Parameter)]
         self.inputs: list[StaticPlace] = []
         self.made: list[StaticPlace] = []
         # What inputs that the forward writes were before it, by their numbers.

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shardwise.engine.graphs.given_inputs import GivenInputs
 from shardwise.engine.graphs.graph_device import GraphDevice
+from shardwise.engine.graphs.handed_gradients import Edges, Handed, hand_over
 from shardwise.engine.graphs.reads import NotCaptured
 from shardwise.engine.graphs.recorded_call import Grads, RecordedCall
 from shardwise.engine.graphs.replayed_call import ReplayedCall
@@ -65,8 +66,10 @@ class RecordedPass:
         # The calls of this pass; those whose backward may come, by their position.
         self._replayed: list[RecordedCall] = []
         self._open: dict[int, weakref.ref[ReplayedCall]] = {}
-        # Places whose memory may be written by the next graphs, if nobody holds them any more.
+        # Places whose memory may be written by the next graphs, if nobody holds them any more, and those of gradients
+        # that were handed over, until they are taken.
         self._lent: list[StaticPlace] = []
+        self._handed: list[tuple[weakref.ref[Handed], list[StaticPlace]]] = []
         self._gradients: dict[str, _GradientPlace] = {}
         # While it is recorded: places by address.
         self._places: dict[int, StaticPlace] = {}
@@ -83,6 +86,7 @@ class RecordedPass:
         self._next = 0
         self._open.clear()
         self._lent.clear()
+        self._handed.clear()
         self._replayed.clear()
 
     def is_free(self) -> bool:
@@ -191,8 +195,13 @@ class RecordedPass:
 
     # Backward
 
-    def replay_backward(self, call: RecordedCall, given: Sequence[Any], grads: Grads) -> list[Tensor | None] | None:
-        """Replay or record the backward of a call; None if that is not possible."""
+    def replay_backward(
+        self, call: RecordedCall, given: Sequence[Any], grads: Grads, *, edges: Edges
+    ) -> list[Tensor | None] | None:
+        """Replay or record the backward of a call; None if that is not possible.
+
+        Of the gradients, those that autograd is to bring are returned; the unit has got the others.
+        """
         can_replay = not any(self._alive(number) for number in list(self._open) if number > call.number)
         can_replay = can_replay and call.is_at_home(given)
         if can_replay and call.backward is None and self.is_recording:
@@ -205,12 +214,17 @@ class RecordedPass:
             return None
         assert call.backward is not None
         call.backward.replay()
-        given = [place for place in call.grads if place is not None]
-        for place in given:
+        places = list(call.grads)
+        if not self.is_recording:
+            # While it is recorded, later graphs get the memory of gradients as autograd gives it back.
+            unit, params = call.unit, [given[number] for number in call.reached]
+            handed = hand_over(places, params, edges, takers=unit.takers, grads=unit.unit.grads)
+            self._handed += [(weakref.ref(gradients), own) for gradients, own in handed]
+        left = [place for place in places if place is not None]
+        for place in left:
             place.filled(pass_number=self._pass_number)
-        found = [None if place is None else place.lend() for place in call.grads]
-        self._lent += given
-        return found
+        self._lent += left
+        return [None if place is None else place.lend() for place in places]
 
     def _record_backward(self, call: RecordedCall, grads: Grads) -> bool:
         self._release_returned()
@@ -281,7 +295,9 @@ class RecordedPass:
     def _spared_by(self, call: RecordedCall) -> bool:
         """Return whether a graph of the call leaves alone what code outside of the graphs still holds."""
         self._lent = [place for place in self._lent if place.is_lent]
-        return all(place in call.spares for place in self._lent)
+        self._handed = [(held, places) for held, places in self._handed if held() is not None]
+        in_use = (*self._lent, *(place for _, places in self._handed for place in places))
+        return all(place in call.spares for place in in_use)
 
     def release(self) -> None:
         """Destroy the graphs."""

@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise.engine.core.parameters import unguarded
+from shardwise.engine.graphs.handed_gradients import Edges
 from shardwise.engine.graphs.recorded_call import Grads, RecordedCall
 from shardwise.engine.graphs.static_place import StaticPlace
 from shardwise.torch_internals import torch_private
@@ -21,7 +22,9 @@ from shardwise.torch_internals import torch_private
 class BackwardReplays(Protocol):
     """The methods of RecordedPass that are called here."""
 
-    def replay_backward(self, call: RecordedCall, given: Sequence[Any], grads: Grads) -> list[Tensor | None] | None:
+    def replay_backward(
+        self, call: RecordedCall, given: Sequence[Any], grads: Grads, *, edges: Edges
+    ) -> list[Tensor | None] | None:
         """Replay or record the backward of a call; None if that is not possible."""
 
     def end_call(self, call: RecordedCall) -> None:
@@ -44,14 +47,14 @@ class ReplayedCall:
 
     def _param_versions(self) -> list[int]:
         with unguarded():
-            return [one._version for one in self._given if isinstance(one, nn.Parameter)]
+            return [self._given[number]._version for number in self.call.params]
 
     def apply(self) -> tuple[Tensor, ...]:
         """Return the call's outputs, as results of a node of autograd."""
         outputs: tuple[Tensor, ...] = _Replay.apply(self, *map(self._reached.get, self.call.reached))  # type: ignore[no-untyped-call]
         return outputs
 
-    def backward(self, grads: Grads) -> Sequence[Tensor | None]:
+    def backward(self, grads: Grads, *, edges: Edges) -> Sequence[Tensor | None]:
         if self.is_over:
             raise RuntimeError(
                 "Trying to backward through the graph a second time: specify retain_graph=True in the first backward"
@@ -69,7 +72,9 @@ class ReplayedCall:
                 # A later autograd.Function has returned None.
                 found = [None] * len(self.call.reached)
             else:
-                found = None if keeps_graph else self._passes.replay_backward(self.call, self._given, grads)
+                found = None
+                if not keeps_graph:
+                    found = self._passes.replay_backward(self.call, self._given, grads, edges=edges)
             if found is None:
                 found = self._recomputed(grads)
         if not keeps_graph:
@@ -132,4 +137,4 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        return (None, *ctx.replayed.backward(grads))
+        return (None, *ctx.replayed.backward(grads, edges=ctx.next_functions))

@@ -23,6 +23,7 @@ _MOST_UNTRACED = 8
 class TracedUnit:
     """A unit whose calls may be replayed.
 
+    takers    what takes a parameter's gradient, and its number there, by the parameter's id
     traced    its forward without recomputation, which is that of each graph, and compiler, which the tracer calls
     why_not   the reason why its calls are not replayed, in one line; "" if there is none
     """
@@ -55,6 +56,7 @@ class TracedUnit:
         """Begin again: the model has changed."""
         self.why_not = self._why_never()
         self._full = {flat.full.buffer.untyped_storage()._cdata for flat in self.unit.flats}
+        self.takers = {id(one): (flat.grads, at) for flat in self.unit.flats for at, one in enumerate(flat.params)}
         self._graphs: list[TracedGraph] = []
         self._num_untraced = 0
         # Whether a call has had several graphs.
