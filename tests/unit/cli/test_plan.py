@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from shardwise.cli.app import main
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import STRATEGIES
+from shardwise.planner.search.auto import Solved
+from shardwise.planner.search.candidates import SpecFor, cost
+from shardwise.planner.search.request import AutoRequest
 from shardwise.vocabulary.categories import CATEGORIES
 
 
@@ -522,12 +526,28 @@ def test_auto_is_a_row_of_its_own_and_is_saved(tmp_path: Path, capfd: pytest.Cap
     assert auto["fits"] == "yes"
     assert auto["capacity_bytes"] == 60 * 2**30
     assert "recompute" in data["why"]
-    assert Plan.load(path).to_dict() == auto["plan"]
+    assert Plan.load(path).to_dict() == {name: value for name, value in auto["plan"].items() if name != "mesh"}
     assert run("explain", str(path), "--model", "llama-3.1-8b", command=()) == 0
     out = capfd.readouterr().out
     assert "to blocks.31" in out
     assert run("explain", str(path), command=()) == 2
     assert "give their model with --model" in capfd.readouterr().err
+
+
+def test_auto_is_never_behind_a_row_of_the_table(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ("gpt2-350m", "--cluster", "4xl4", "--strategy", "auto", "--micro-batch", "2")
+
+    def slow(spec_for: SpecFor, *, request: AutoRequest) -> Solved:
+        plan = replace(request.plan, strategy="fsdp", recompute="full", mesh=Mesh(shard=4), micro_batch=1)
+        found = cost(spec_for(plan), plan=plan, cluster=request.cluster, optimizer="adamw")
+        return Solved(candidate=replace(found, label="auto"), num_replays=1)
+
+    monkeypatch.setattr("shardwise.planner.search.auto.solve_plan", slow)
+    *fixed, auto = as_json(capfd, *asked)["candidates"]
+    assert auto["samples_per_s"] == max(one["samples_per_s"] for one in fixed)
+    assert auto["strategy"] == "auto"
 
 
 def test_auto_that_cannot_fit_exits_with_1(capfd: pytest.CaptureFixture[str]) -> None:

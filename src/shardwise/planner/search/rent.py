@@ -23,7 +23,7 @@ COUNTS = (1, 2, 4, PER_NODE)
 MACHINES = (2, 4, 8)
 """Machines of PER_NODE devices, which are tried if one is not enough."""
 
-LOOKS = 12
+LOOKS = 8
 """Rentals for which the allocator's model runs: those that are best without it."""
 
 
