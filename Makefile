@@ -71,7 +71,7 @@ SLOWEST := --durations=12 --durations-min=3
 WHOLE_JOBS := accelerate autopsy bench documents integration kills launch notebooks recovery train watch
 OF_LIBRARIES := asked_by_others evaluating fine_tune grad_norms lightning pretrained
 JOBS := $(sort $(wildcard $(patsubst %,tests/dist/test_%*.py,$(WHOLE_JOBS) $(OF_LIBRARIES))))
-WITH_UNIT := $(wildcard $(patsubst %,tests/dist/test_%.py,capture_agreement ema frozen weight_stream whole written))
+WITH_UNIT := $(wildcard $(patsubst %,tests/dist/test_%.py,ema frozen weight_stream whole written))
 
 test-unit:
 	@$(BIN)/python -m pytest $(SLOWEST) tests/unit tests/gpu $(WITH_UNIT)

@@ -15,7 +15,7 @@ recomputed. Within it run:
     accelerate  of Hugging Face models, what Accelerate's FSDP2 does by default with gradient checkpointing, at the
                 largest micro-batch that is predicted to fit
 
-Steps of ours are captured as CUDA graphs, as `shardwise train` does where it can. On one NCCL rank sharding frees next
+Units of ours are CUDA graphs, as by default. On one NCCL rank sharding frees next
 to nothing, so what there is to choose is recompute, micro-batch and compiled units. Llama-8B is rehearsed as rank 0 of
 8 and of 64 without the others, and solved for links that cost nothing, since a rehearsal has none. Weights are random;
 bf16, fused AdamW.
@@ -63,7 +63,7 @@ from shardwise.models.tasks import Task
 from shardwise.plan import Plan
 
 _SECONDS, _MOST_STEPS = 0.8, 12
-# Ordinary steps, the one that is captured, and a replay.
+# Until units are replayed.
 _WARM_UP = 6
 KINDS = {"fixed": ("best", "random"), "accelerate": ("accelerate",)}
 ALONE = ("auto", "accelerate")
@@ -84,8 +84,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
         # Ours fills it straight into shards.
         task = task_of(case["model"], device="cuda" if case["kind"] == "accelerate" else "meta")
         prepare = _on_accelerate if case["kind"] == "accelerate" else _on_ours
-        said: list[str] = []
-        step = prepare(task, plan, num_ranks=num_ranks, tell=said.append)
+        step = prepare(task, plan, num_ranks=num_ranks)
         # What was there before it was prepared.
         free()
         batch = tree_map_only(Tensor, _drawn, task.make_batch(plan.micro_batch))
@@ -96,7 +95,6 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
         "samples_per_s": plan.micro_batch * num_ranks / seconds,
         "device_bytes": found["reserved_bytes"] + outside,
         **found,
-        "said": said,
     }
 
 
@@ -111,14 +109,14 @@ def _join(kind: str) -> None:
         dist.init_process_group("nccl", rank=0, world_size=1, store=dist.HashStore())
 
 
-def _on_ours(task: Task, plan: Plan, *, num_ranks: int, tell: Callable[[str], None]) -> Callable[[Any], object]:
+def _on_ours(task: Task, plan: Plan, *, num_ranks: int) -> Callable[[Any], object]:
     optimizer = torch.optim.AdamW(task.model.parameters(), lr=1e-4, fused=True)
     collectives = AbsentCollectives() if num_ranks > 1 else None
     model, optimizer = shardwise.prepare(task.model, optimizer, plan, device="cuda:0", collectives=collectives)
-    return shardwise.step(model, optimizer, task.loss, tell=tell)
+    return shardwise.step(model, optimizer, task.loss)
 
 
-def _on_accelerate(task: Task, plan: Plan, *, num_ranks: int, tell: Callable[[str], None]) -> Callable[[Any], object]:
+def _on_accelerate(task: Task, plan: Plan, *, num_ranks: int) -> Callable[[Any], object]:
     optimizer = torch.optim.AdamW(task.model.parameters(), lr=1e-4, fused=True)
     model, prepared, backward = on_accelerate(task.model, optimizer, checkpointing=True)
 

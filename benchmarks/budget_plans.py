@@ -25,7 +25,7 @@ SHARES = (0.4, 0.6, 0.8)
 BATCHES = {("llama-8b", 8): 4, ("llama-8b", 64): 4, ("llama-1b", 1): 8, ("vit-large", 1): 128, ("bert-large", 1): 64}
 LLAMA_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
 LLAMA_8B |= {"head_dim": 128, "tie_word_embeddings": False}
-BASE = Plan(precision="bf16", capture="on")
+BASE = Plan(precision="bf16")
 OPTIMIZER = "adamw-fused"
 
 

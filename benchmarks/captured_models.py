@@ -1,15 +1,13 @@
-"""Hugging Face models, eager and captured, on one GPU: `python benchmarks/captured_models.py`.
+"""Hugging Face models, eager and with units as CUDA graphs, on one GPU: `python benchmarks/captured_models.py`.
 
-For each: the median time of a step, the time in which the GPU was busy with kernels in one step, memory, and what
-`capture = "auto"` decided. Weights are random; bf16, fused AdamW, `fsdp` on one NCCL rank. Each model runs in a process
-of its own, first eager, then captured; with `--compile inductor` units are compiled in both. Writes
+For each: the median time of a step, the time in which the GPU was busy with kernels in one step, and memory. Weights
+are random; bf16, fused AdamW, `fsdp` on one NCCL rank. Each model runs in a process of its own, first eager, then with
+graphs; with `--compile inductor` units are compiled in both. Writes
 benchmarks/results/captured_models_h200.json; rows of other models, and of the other way to compile, are kept.
-`--memsets` leaves the small memsets of CUDA graphs as they are (engine/graphs/graph_fills.py replaces them by
-kernels), and writes nothing.
 
-    allocated_bytes, reserved_bytes   peaks of the training: warm-up, comparisons and replays
-    mixed_…                           peaks of all that, and then of steps with a padded batch (a guard fails), of half
-                                      the tokens (other graphs), and evaluations under no_grad, all in between
+    allocated_bytes, reserved_bytes   peaks of the training: warm-up, recordings and replays
+    mixed_…                           peaks of all that, and then of steps with a padded batch, of half the tokens
+                                      (other graphs), and evaluations under no_grad, all in between
     other_device_bytes                in use on the device at the end besides what is reserved: context, graphs
 """
 
@@ -26,16 +24,14 @@ from hugging_face_peers import WARM_UP, step_of
 from measuring import RESULTS, peaks
 from torch.profiler import ProfilerActivity, profile
 
-from shardwise.engine.captured import step_graphs
-from shardwise.engine.graphs.compile_clock import CompileClock
+from shardwise.train.compile_clock import CompileClock
 
 
 def measure(name: str, *, capture: str, backend: str, num_steps: int) -> dict[str, Any]:
     """Train one model, and measure its steps once they are warm."""
-    lines: list[str] = []
     model, ids, mask = build(name)
     engine = ("fsdp" if capture == "off" else "default") + (" compiled" if backend == "inductor" else "")
-    taken = step_of(engine, model, say=lines.append)
+    taken = step_of(engine, model)
     # The first step may compile.
     with CompileClock() as clock:
         for _ in range(WARM_UP):
@@ -57,7 +53,6 @@ def measure(name: str, *, capture: str, backend: str, num_steps: int) -> dict[st
         **{f"mixed_{key}": value for key, value in peaks().items()},
         "other_device_bytes": measuring.used_bytes() - torch.cuda.memory_reserved(),
         "loss": loss.item(),
-        "told": lines,
     }
 
 
@@ -96,22 +91,19 @@ def busy_seconds(step: Callable[[], Any]) -> float:
 
 def main() -> None:
     out = RESULTS / "captured_models_h200.json"
-    asked = measuring.options(__doc__, models=list(MODELS), steps=8, compile="none", memsets=False, out=out, here="")
+    asked = measuring.options(__doc__, models=list(MODELS), steps=8, compile="none", out=out, here="")
     if asked.here:
         measuring.join_alone("cuda")
-        if asked.memsets:
-            step_graphs.fill_by_kernels = lambda graph: 0
         for capture in ("off", "auto"):
             workers.tell(measure(asked.here, capture=capture, backend=asked.compile, num_steps=asked.steps))
             measuring.free()
         dist.destroy_process_group()
         return
-    options = ["--steps", str(asked.steps), "--compile", asked.compile, *(["--memsets"] if asked.memsets else [])]
+    options = ["--steps", str(asked.steps), "--compile", asked.compile]
     for name, rows in workers.in_processes(__file__, asked.models, *options, limit_seconds=150):
         for row in rows:
             measuring.show(name, row)
-        if not asked.memsets:
-            measuring.replace_rows(asked.out, rows, key=lambda row: (row["model"], row["compile"]))
+        measuring.replace_rows(asked.out, rows, key=lambda row: (row["model"], row["compile"]))
 
 
 if __name__ == "__main__":

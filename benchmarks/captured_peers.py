@@ -1,6 +1,7 @@
-"""Captured steps of our engine and of others, in turn, on one GPU: `python benchmarks/captured_peers.py`.
+"""CUDA graphs of our engine and of others, in turn, on one GPU: `python benchmarks/captured_peers.py`.
 
-`fsdp`, bf16, fused AdamW, one NCCL rank, one batch that lies on the device: what an engine's step costs, without
+Ours are of units, in an ordinary loop; those of others are of whole steps, captured by hand. `fsdp`, bf16, fused
+AdamW, one NCCL rank, one batch that lies on the device: what an engine's step costs, without
 communication or the loading of data. Our engine stays set up for a whole workload; each peer is set up next to it, and
 blocks of steps alternate: ours, theirs, ours, theirs. Engines are those of `shardwise bench --engines`; what is not
 installed, or fails, is listed with the reason. Writes benchmarks/results/captured_peers_h200.json, after every pair.
@@ -36,8 +37,7 @@ WORKLOADS: dict[str, tuple[dict[str, Any], int]] = {
     "ViT-L 128": ({"model": "vit-large"}, 128),
     "GPT-1.3B 8×2048": ({"model": "gpt-1.3b", "seq": 2048}, 8),
 }
-# Ours replays from the fourth step on, or later where units are compiled, and compares its tenth replay. By hand a
-# graph is made in the twelfth.
+# Ours replays after a few steps. By hand a graph is made in the twelfth.
 WARM_UP = 16
 
 
@@ -69,7 +69,7 @@ class Contender:
             taken = self._subject.step()
         self.facts = {
             "engine": engine,
-            "captured": bool(taken.captured) or type(self._subject.training.update).__name__ == "GraphUpdate",
+            "replayed_share": taken.replayed_share,
             "set_up_seconds": time.perf_counter() - began,
             "peak_bytes": measuring.peaks()["allocated_bytes"] - held,
             "loss_after_warm_up": taken.loss.item(),

@@ -7,8 +7,7 @@ One process holds one model and runs blocks of steps in turn, with the checks an
 means that the functions in CHECKS do nothing. The share is the ratio of neighbouring blocks, less 1: its median, and
 its 95% interval (bootstrap). In a third kind of block each check's own calls are timed: that share is exact where the
 ratio of blocks is lost in the machine's noise, but knows nothing of what a check costs elsewhere (a cache, a branch).
-The goal is met if the time inside is below 1% and the ratio does not contradict it. A captured step
-runs no Python, so there no check costs anything.
+The goal is met if the time inside is below 1% and the ratio does not contradict it.
 """
 
 import argparse

@@ -6,7 +6,7 @@ Fitted, from the eager `ddp` and `fsdp` rows of catalogue models: two numbers, b
 strategy does (take, reduce, deliver, step, buffer) and of what sharded parameters add (gather, wait, free) are
 multiplied. Which part of each sum an operation has is kept as it was. The reference host is that of the H200's
 calibration; its two Python costs, which were not measured then, follow from the rows' hosts.
-Validated, and never fitted: the Hugging Face models, eager and captured, time and memory.
+Validated, and never fitted: the Hugging Face models, time and memory.
 `--write` writes src/shardwise/planner/our_overhead.toml and src/shardwise/hardware/calibrated/host.toml.
 """
 
@@ -35,7 +35,7 @@ from shardwise.models.specs.traced import trace_task
 from shardwise.plan import Plan
 from shardwise.planner import estimate
 from shardwise.planner.job import Job
-from shardwise.planner.overhead import CAPTURED, OVERHEADS, Overhead
+from shardwise.planner.overhead import OVERHEADS, Overhead
 from shardwise.planner.search.candidates import Candidate, cost
 from shardwise.planner.time import step_time
 from shardwise.spec import ModelSpec
@@ -83,23 +83,31 @@ def predicted(row: dict[str, Any], *, reference: HostSpeed, overhead: Overhead) 
     cluster = cluster_of("1xh200")
     host = read_host_speed(row["host"], where=RESULTS.name)
     cluster = replace(cluster, device=replace(cluster.device, host=host))
-    capture = "off" if row["capture"] == "off" else "on"
-    plan = Plan(precision="bf16", micro_batch=size, strategy=row["strategy"], capture=capture, **AS_MEASURED)
+    has_graphs = row["capture"] != "off"
+    plan = Plan(precision="bf16", micro_batch=size, strategy=row["strategy"], capture=row["capture"], **AS_MEASURED)
     # What was prepared with other costs is forgotten.
     step_time._known.cache_clear()
     with (
         patch("shardwise.hardware.borrowed.reference_host", lambda: reference),
         patch("shardwise.planner.time.instructions.overhead_of", _costs(overhead)),
     ):
-        found = cost(spec_of(name), plan=plan, cluster=cluster, optimizer="adamw-fused")
+        found = cost(spec_of(name), plan=plan, cluster=cluster, optimizer="adamw-fused", as_graphs=has_graphs)
     # They were made on the device.
-    memory = estimate(spec_of(name), plan=plan, num_ranks=1, batch=size, optimizer="adamw-fused", made_on_device=True)
+    memory = estimate(
+        spec_of(name),
+        plan=plan,
+        num_ranks=1,
+        batch=size,
+        optimizer="adamw-fused",
+        made_on_device=True,
+        as_graphs=has_graphs,
+    )
     return replace(found, memory=memory)
 
 
 def _costs(overhead: Overhead) -> Callable[..., Overhead]:
     def overhead_of(job: Job, *, cluster: Cluster) -> Overhead:
-        return CAPTURED if job.plan.captures else overhead.on(host_factor(cluster.device))
+        return overhead.on(host_factor(cluster.device))
 
     return overhead_of
 
@@ -155,7 +163,7 @@ def report(checked: list[Checked]) -> Iterator[str]:
         assert time is not None
         kind = "fitted" if row["model"] in FITTED else "validated"
         yield (
-            f"| {kind} | {row['model']} | {row['strategy']} | {'eager' if row['capture'] == 'off' else 'captured'} | "
+            f"| {kind} | {row['model']} | {row['strategy']} | {'eager' if row['capture'] == 'off' else 'graphs'} | "
             f"{1e3 * row['step_seconds']:.1f} | {1e3 * time.step_seconds:.1f} | {one.error:+.1%} | "
             f"{one.memory_error('allocated'):+.2%} | {one.memory_error('reserved'):+.2%} |"
         )
@@ -163,7 +171,7 @@ def report(checked: list[Checked]) -> Iterator[str]:
     groups = {
         "fitted, eager": [one for one in checked if one.row["model"] in FITTED],
         "validated, eager": [one for one in checked if one.row["model"] in MODELS and one.row["capture"] == "off"],
-        "validated, captured": [one for one in checked if one.row["model"] in MODELS and one.row["capture"] != "off"],
+        "validated, graphs": [one for one in checked if one.row["model"] in MODELS and one.row["capture"] != "off"],
     }
     for name, group in groups.items():
         if group:

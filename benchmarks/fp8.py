@@ -13,7 +13,7 @@ to all of its rows, without a GPU.
                   units, compiled; needs torchao (`pip install --no-deps torchao==0.18.0`)
     fully_shard   the same in bf16
 
-`captured` cases replay whole steps of ours as CUDA graphs. fp8_products.py times single layers.
+In `graphs` cases units of ours are CUDA graphs. fp8_products.py times single layers.
 """
 
 import json
@@ -40,8 +40,8 @@ from shardwise.program.buffers import gather_bytes
 from shardwise.spec import ROOT
 from shardwise.units import unit_modules
 
-# Until every way is compiled, and captured ways are replayed.
-WARM_UP, CAPTURED_WARM_UP = 8, 20
+# Until every way is compiled, and units are replayed.
+WARM_UP, GRAPHS_WARM_UP = 8, 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Case:
     batch: int
     seq: int
     recompute: str = "none"
-    captured: bool = False
+    graphs: bool = False
     ways: tuple[str, ...] = ("bf16", "tensorwise", "rowwise")
 
 
@@ -60,11 +60,11 @@ CASES = {
     "Llama-8B 2×4096": Case(model="llama-3.1-8b", batch=2, seq=4096),
     "Llama-1B 2×2048": Case(model="llama-3.2-1b", batch=2, seq=2048),
     "Llama-1B 4×2048": Case(model="llama-3.2-1b", batch=4, seq=2048),
-    "Llama-1B 2×2048 captured": Case(model="llama-3.2-1b", batch=2, seq=2048, captured=True),
-    "Llama-1B 4×2048 captured": Case(model="llama-3.2-1b", batch=4, seq=2048, captured=True),
+    "Llama-1B 2×2048 graphs": Case(model="llama-3.2-1b", batch=2, seq=2048, graphs=True),
+    "Llama-1B 4×2048 graphs": Case(model="llama-3.2-1b", batch=4, seq=2048, graphs=True),
     "Llama-8B 1×8192 peers": Case(model="llama-3.1-8b", batch=1, seq=8192, ways=_PEERS),
-    "Llama-8B 1×8192 captured": Case(
-        model="llama-3.1-8b", batch=1, seq=8192, captured=True, ways=("tensorwise", "torchao")
+    "Llama-8B 1×8192 graphs": Case(
+        model="llama-3.1-8b", batch=1, seq=8192, graphs=True, ways=("tensorwise", "torchao")
     ),
     "tiny": Case(model="llama-tiny", batch=2, seq=64),
     "tiny peers": Case(model="llama-tiny", batch=2, seq=64, ways=_PEERS),
@@ -81,13 +81,13 @@ def plan_of(case: Case, way: str) -> Plan:
             "precision": "bf16",
             "compile": "inductor",
             "recompute": case.recompute,
-            "capture": "auto" if case.captured else "off",
+            "capture": "auto" if case.graphs else "off",
             **fp8,
         }
     )
 
 
-def step_of(case: Case, way: str, *, device: str, collectives: Any, said: list[str]) -> Callable[[], Tensor]:
+def step_of(case: Case, way: str, *, device: str, collectives: Any) -> Callable[[], Tensor]:
     """Set up one way, and return its step."""
     torch.manual_seed(0)
     torch._dynamo.reset()
@@ -111,9 +111,7 @@ def step_of(case: Case, way: str, *, device: str, collectives: Any, said: list[s
         optimizer.zero_grad()
         return loss.detach()
 
-    is_captured = case.captured and way not in ("torchao", "fully_shard")
-    taken = shardwise.capture(step, model, optimizer, tell=said.append) if is_captured else step
-    return lambda: taken(*batch)
+    return lambda: step(*batch)
 
 
 def shard_by_torch(model: nn.Module, *, in_fp8: bool, emulates: bool) -> None:
@@ -150,7 +148,8 @@ def predicted(case: Case, way: str, *, ranks: int) -> dict[str, float]:
     """Return what the planner says, without the communication that it does not hide: here it takes no time."""
     plan = replace(plan_of(case, way), micro_batch=case.batch)
     spec = Model(case.model, seq=case.seq).spec_for(plan)
-    found = cost(spec, plan=plan, cluster=cluster_of(f"{ranks}xh200"), optimizer="adamw-fused")
+    cluster = cluster_of(f"{ranks}xh200")
+    found = cost(spec, plan=plan, cluster=cluster, optimizer="adamw-fused", as_graphs=case.graphs)
     assert found.time is not None
     seconds = found.time.step_seconds - found.time.exposed_comm_seconds
     return {"step_seconds": seconds, "allocated_bytes": found.memory.allocated_bytes}
@@ -167,13 +166,12 @@ def gathered_share(case: Case) -> float:
 
 
 def measure(case: Case, *, ranks: int, blocks: int, device: str, collectives: Any) -> dict[str, Any]:
-    said: list[str] = []
-    makes = {way: partial(step_of, case, way, device=device, collectives=collectives, said=said) for way in case.ways}
+    makes = {way: partial(step_of, case, way, device=device, collectives=collectives) for way in case.ways}
     ratios = [("bf16", way) for way in case.ways if "bf16" in case.ways and way != "bf16"]
     ratios += [(theirs, "tensorwise") for theirs in ("torchao", "fully_shard") if theirs in case.ways]
-    warm_up = CAPTURED_WARM_UP if case.captured else WARM_UP
+    warm_up = GRAPHS_WARM_UP if case.graphs else WARM_UP
     found = measuring.compared(makes, warm_up=warm_up, blocks=blocks, ratios=ratios)
-    said += [f"{way}: the loss is {loss}" for way, loss in found["last_losses"].items() if not isfinite(loss)]
+    said = [f"{way}: the loss is {loss}" for way, loss in found["last_losses"].items() if not isfinite(loss)]
     return {**found, "predicted": {}, "gathered_share": gathered_share(case), "messages": said}
 
 

@@ -37,7 +37,7 @@ from shardwise.units import unit_modules
 WAYS: dict[str, dict[str, str]] = {
     "ordinary": {"capture": "off"},
     "fully_shard": {"engine": "torch", "capture": "off"},
-    "graphs": {"capture": "units"},
+    "graphs": {"capture": "auto"},
 }
 _FULL = {"strategy": "fsdp", "recompute": "full"}
 CASES: dict[str, tuple[str, dict[str, str]]] = {
@@ -152,6 +152,7 @@ def predict(rows: list[dict[str, Any]]) -> None:
                         num_ranks=LARGE[model].ranks,
                         batch=LARGE[model].samples,
                         communicator_bytes=0,
+                        as_graphs=way == "graphs",
                     )
                     row[way]["predicted"] = {
                         name: getattr(found, f"{name}_bytes") for name in ("allocated", "reserved", "device")

@@ -5,7 +5,7 @@ runs in a process of its own, in which all engines are set up, and blocks of ste
 benchmarks/results/hugging_face_peers_h200.json after every model; a model that is measured with other engines or blocks
 is a row of its own there.
 
-    default          ours as `shardwise train` runs it: `fsdp`, and captured where that is safe; `default ddp` likewise
+    default          ours by default: `fsdp`, units as CUDA graphs; `default ddp` likewise
     fsdp, ddp        ours with capture = "off"
     … lean, compiled with `shardwise.lean_loss(model)`, and with units compiled by Inductor
     fully_shard      torch's own, cut into the same units
@@ -42,13 +42,11 @@ RATIOS = (
     *(("default ddp", "accelerate"), ("default ddp", "torch_ddp"), ("fsdp", "accelerate"), ("default", "fully_shard")),
     *((f"default{words}", "accelerate") for words in (" lean", " ddp lean", " ddp lean compiled")),
 )
-# Replays 1 and 10 are compared with ordinary steps.
+# Until units are replayed.
 WARM_UP = 15
 
 
-def step_of(
-    engine: str, model: Any, *, say: Callable[[str], None], collectives: AbsentCollectives | None = None
-) -> Callable[[Any, Any], Any]:
+def step_of(engine: str, model: Any, *, collectives: AbsentCollectives | None = None) -> Callable[[Any, Any], Any]:
     """Return a training step of the model under an engine, which is given tokens and a mask, and returns the loss.
 
     `collectives`: those of a rehearsal.
@@ -81,7 +79,7 @@ def step_of(
         optimizer.zero_grad()
         return loss.detach()
 
-    return shardwise.capture(step, model, optimizer, tell=say) if "default" in words else step
+    return step
 
 
 def on_accelerate(model: Any, optimizer: Any, *, checkpointing: bool = False) -> tuple[Any, Any, Callable[[Any], None]]:
@@ -106,15 +104,14 @@ def measure(
     collectives: AbsentCollectives | None = None,
 ) -> dict[str, Any]:
     """Measure all engines in turn. `make`: returns a model, tokens and a mask."""
-    said: list[str] = []
 
     def step_under(engine: str) -> Callable[[], Any]:
         model, *batch = make()
-        step = step_of(engine, model, say=said.append, collectives=collectives)
+        step = step_of(engine, model, collectives=collectives)
         return lambda: step(*batch)
 
     makes = {engine: partial(step_under, engine) for engine in engines}
-    return {**measuring.compared(makes, warm_up=WARM_UP, blocks=blocks, ratios=RATIOS), "messages": said}
+    return measuring.compared(makes, warm_up=WARM_UP, blocks=blocks, ratios=RATIOS)
 
 
 def _measured_as(row: dict[str, Any]) -> tuple[Any, ...]:

@@ -16,8 +16,8 @@ from hugging_face_models import TINY, make_model
 from hugging_face_peers import measure
 from measuring import RESULTS, circumstances, job, options, show_compared, write_part
 
-_CAPTURED = ("default", "default ddp", "default lean", "default ddp lean", "default ddp lean compiled")
-ENGINES = (*_CAPTURED, "fsdp", "ddp", "accelerate", "torch_ddp")
+_DEFAULTS = ("default", "default ddp", "default lean", "default ddp lean", "default ddp lean compiled")
+ENGINES = (*_DEFAULTS, "fsdp", "ddp", "accelerate", "torch_ddp")
 RANK = 16
 
 

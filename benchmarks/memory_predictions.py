@@ -54,12 +54,12 @@ def hugging_face_spec(name: str, backend: str) -> ModelSpec:
 def predict_row(row: Row, *, device: str = "cuda") -> MemoryEstimate:
     """Return the planner's answer to a measured case."""
     if row["model"] in MODELS:
-        # Whether `auto` captures is not known before; here it did.
-        capture, backend = "off" if row["capture"] == "off" else "on", row["compile"]
+        backend, has_graphs = row["compile"], row["capture"] != "off"
         spec = hugging_face_spec(row["model"], backend)
-        plan = Plan(precision="bf16", capture=capture, compile=backend, **AS_MEASURED)
+        plan = Plan(precision="bf16", capture=row["capture"], compile=backend, **AS_MEASURED)
         # captured_models.py makes its models on the GPU.
-        return estimate(spec, plan=plan, num_ranks=1, batch=MODELS[row["model"]].samples, made_on_device=True)
+        batch = MODELS[row["model"]].samples
+        return estimate(spec, plan=plan, num_ranks=1, batch=batch, made_on_device=True, as_graphs=has_graphs)
     plan = Plan(**{key: row[key] for key in ("strategy", "precision", "recompute", "engine")}, **AS_MEASURED)
     predicted = estimate(
         source_as_measured(row["model"], seq=row["seq"], image=row["image"]).spec_for(plan),
@@ -80,7 +80,7 @@ def compare(rows: Iterable[Row]) -> list[Row]:
     """Return the rows that were measured, each with `predicted` and `errors`."""
     found = []
     for row in rows:
-        # Captured steps of compiled units are not predicted.
+        # Graphs of compiled units are not predicted.
         if row.get("error") or (row.get("compile", "none") != "none" and row["capture"] != "off"):
             continue
         predicted = predict_row(row)

@@ -33,14 +33,13 @@ def measured(path: Path) -> Iterator[Row]:
     for row in json.loads(path.read_text())["rows"]:
         if row["error"] is not None:
             continue
-        captured = row["captured"] if "captured" in row else row["capture"] != "off"
         plan = Plan(
             **{key: row[key] for key in ("strategy", "precision", "recompute", "engine")},
-            capture=captured,
+            capture="off",
             micro_batch=row["batch"],
             **AS_MEASURED,
         )
-        engine = f"ours, {'captured' if captured else 'eager'}" if row["engine"] == "shardwise" else "torch"
+        engine = "ours, eager" if row["engine"] == "shardwise" else "torch"
         yield Row(
             table=f"{engine}, {row['strategy']}",
             model=row["model"],

@@ -8,9 +8,8 @@ all rows of the program are issued, with the other ranks absent: ours writes the
 one batch that lies on the device. Each case runs in a process of its own, in which all ways are set up and blocks of
 steps alternate. Writes benchmarks/results/rehearsed_peers_h200.json after every case.
 
-    captured       ours as `shardwise train` runs it
-    units          ours by default, as an ordinary loop: units are CUDA graphs
-    ordinary       ours with capture = "off": an ordinary loop
+    units          ours by default: units are CUDA graphs
+    ordinary       ours with capture = "off"
     fully_shard    torch's own, cut into the same units
 """
 
@@ -43,7 +42,6 @@ CASES = {
     "GPT-1.3B 4×2048 recompute": replace(_GPT_1_3B, batch=4, recompute="full"),
 }
 WAYS: dict[str, dict[str, str]] = {
-    "captured": {"capture": "auto"},
     "units": {"capture": "auto"},
     "ordinary": {},
     "fully_shard": {"engine": "torch", "capture": "off"},
@@ -52,17 +50,15 @@ WAYS: dict[str, dict[str, str]] = {
 
 def measure(case: Case, *, blocks: int, collectives: AbsentCollectives | None) -> dict[str, Any]:
     """Measure all ways in turn."""
-    said: list[str] = []
 
     def step_of(way: str) -> Callable[[], Tensor]:
         changed = replace(case, **WAYS[way])
         own = collectives if changed.engine == "shardwise" else None
-        training = set_up(changed, device="cuda", made_on="cuda", collectives=own)
-        return training.taken(captured=way == "captured", tell=said.append)
+        return set_up(changed, device="cuda", made_on="cuda", collectives=own).step
 
     makes = {way: partial(step_of, way) for way in WAYS}
-    ratios = [(way, "fully_shard") for way in ("captured", "units", "ordinary")]
-    return {**measuring.compared(makes, warm_up=WARM_UP, blocks=blocks, ratios=ratios), "messages": said}
+    ratios = [(way, "fully_shard") for way in ("units", "ordinary")]
+    return measuring.compared(makes, warm_up=WARM_UP, blocks=blocks, ratios=ratios)
 
 
 def main() -> None:

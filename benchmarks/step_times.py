@@ -4,10 +4,10 @@
     python benchmarks/step_times.py --case probe --out benchmarks/results/host_probe_h200.json     about three minutes
     python benchmarks/step_times.py --case cpu                                     tiny models, to try it
 
-cuda    catalogue models, ours (eager and captured) and torch's own engines, two batch sizes, with and without
+cuda    catalogue models, ours (with capture = "off") and torch's own engines, two batch sizes, with and without
         recomputation
 probe   ours with the host probe, for fit_overhead.py: catalogue models that the CPU bounds, which are fitted to, and
-        Hugging Face models, which are only predicted, eager and captured
+        Hugging Face models, which are only predicted, eager and with units as CUDA graphs
 
 bf16, fused AdamW. A step's time is that of a block of steps, issued one after the other, by the number of steps; the
 median of blocks. In `probe`, turns of the host probe alternate with blocks: a shared host is not the same from one
@@ -36,8 +36,8 @@ from training_case import Case, Training, set_up
 from shardwise.hardware.probe_host import HostWatch
 
 WARM_STEPS = 5
-# The first and the tenth replay are compared with ordinary steps.
-WARM_CAPTURED_STEPS = 15
+# Until units are replayed.
+WARM_GRAPH_STEPS = 15
 NUM_BLOCKS = {"cuda": 4, "cpu": 4, "probe": 6}
 MOST_STEPS = {"cuda": 25, "cpu": 25, "probe": 12}
 TURNS_PER_BLOCK = 2
@@ -66,14 +66,11 @@ VALIDATED = {name: Case(model=name, batch=known.samples, seq=known.tokens) for n
 # What is tried of each case, most important first.
 WAYS: tuple[dict[str, Any], ...] = (
     {},
-    {"capture": "on"},
     {"engine": "torch"},
     {"engine": "torch", "strategy": "ddp"},
     {"recompute": "full"},
-    {"recompute": "full", "capture": "on"},
     {"strategy": "ddp"},
     {"recompute": "full", "engine": "torch"},
-    {"strategy": "ddp", "capture": "on"},
 )
 # Fitted and validated in turn, so that a slower minute does not come to one kind alone.
 _PROBED = (
@@ -91,19 +88,17 @@ def cases_of(kind: str) -> Iterator[Case]:
         return
     for way in WAYS:
         for case in (*_SMALL, *_LARGE) if kind == "cuda" else _TINY:
-            if kind == "cuda" or "capture" not in way:
-                yield replace(case, **way)
+            yield replace(case, **way)
 
 
 def measure(case: Case, *, kind: str, seconds: float) -> dict[str, Any]:
     """Measure blocks of as many steps as are done in about `seconds`, all together."""
     device = "cpu" if kind == "cpu" else "cuda"
     training = set_up(case, device=device, made_on="cuda" if kind == "probe" else "meta")
-    said: list[str] = []
-    step = training.taken(captured=case.is_captured, tell=said.append)
+    step = training.step
     if kind == "cuda":
         torch.cuda.empty_cache()
-    for _ in range(WARM_CAPTURED_STEPS if case.is_captured else WARM_STEPS):
+    for _ in range(WARM_GRAPH_STEPS if case.has_graphs else WARM_STEPS):
         step()
     memory = peaks()
     watch = HostWatch(torch.device("cuda", 0)) if kind == "probe" else None
@@ -120,9 +115,8 @@ def measure(case: Case, *, kind: str, seconds: float) -> dict[str, Any]:
         "step_seconds_by_block": blocks,
         "steps_per_block": num_steps,
         **({} if watch is None else {"host": watch.speed().to_data()}),
-        **({} if case.is_captured else {"issue_seconds": issued(training)}),
+        **({} if case.has_graphs else {"issue_seconds": issued(training)}),
         **memory,
-        "told": said,
     }
 
 
@@ -191,7 +185,7 @@ def main() -> None:
             row = row_of(cases[number], kind=asked.case, seconds=asked.seconds)
             rows[number] = row = with_more(rows.get(number, row), row if number in rows else {})
             time_found = row["error"] or f"{1e3 * row['step_seconds']:8.2f} ms"
-            print(f"{cases[number]}  {time_found}  ({row['seconds']} s)", *row.get("told", ()), flush=True)
+            print(f"{cases[number]}  {time_found}  ({row['seconds']} s)", flush=True)
             write(asked.out, {**circumstances(), "rows": [rows[number] for number in sorted(rows)]})
         waiting = [number for number in waiting if number in rows and not is_steady(rows[number])]
         waiting = [] if asked.case == "probe" else waiting

@@ -3,7 +3,7 @@
 Random weights, bf16, fused AdamW, clipping, the trainers' defaults otherwise. One NCCL rank and one process for each,
 one after the other:
 
-    shardwise         Plan(strategy="fsdp", precision="bf16"), which captures by default
+    shardwise         Plan(strategy="fsdp", precision="bf16"): units are CUDA graphs by default
     shardwise-eager   the same with capture = "off"
     fsdp2             TrainingArguments(fsdp=True)
     ddp               DistributedDataParallel around the model: on one rank a trainer would leave it out

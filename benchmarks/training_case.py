@@ -10,7 +10,7 @@ from hugging_face_models import MODELS, task_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.engines import capture, prepare
+from shardwise.engines import prepare
 from shardwise.models.catalogue import shape_of
 from shardwise.models.tasks import Task, load_task
 from shardwise.plan import Plan
@@ -37,16 +37,14 @@ class Case:
 
     def __str__(self) -> str:
         size = f"{self.batch} × {self.seq or self.image}"
-        how = " ".join(
-            word for word in ("captured" * self.is_captured, "recompute" * (self.recompute == "full")) if word
-        )
+        how = " ".join(word for word in ("graphs" * self.has_graphs, "recompute" * (self.recompute == "full")) if word)
         return (
             f"{self.model:13} {self.engine:9} {self.strategy:13} {self.num_ranks:4} ranks {self.precision} "
             f"{how:9} {size:9} {self.optimizer:13}"
         )
 
     @property
-    def is_captured(self) -> bool:
+    def has_graphs(self) -> bool:
         return self.capture != "off"
 
     @property
@@ -75,21 +73,12 @@ class Training:
     batch: tuple[Tensor, ...]
     loss: Callable[..., Tensor]
 
-    def step(self) -> None:
-        self.loss(*self.batch).backward()
+    def step(self) -> Tensor:
+        """Train one step, and return the loss."""
+        loss = self.loss(*self.batch)
+        loss.backward()
         self.update()
-
-    def taken(self, *, captured: bool, tell: Callable[[str], None]) -> Callable[[], Tensor]:
-        """Return a function that trains one step, captured or not, and returns the loss."""
-
-        def step(*batch: Tensor) -> Tensor:
-            loss = self.loss(*batch)
-            loss.backward()
-            self.update()
-            return loss.detach()
-
-        replayed = capture(step, self.model, self.optimizer, tell=tell) if captured else step
-        return lambda: replayed(*self.batch)
+        return loss.detach()
 
     def update(self) -> None:
         self.optimizer.step()

@@ -6,14 +6,13 @@ blocks of steps alternate between them. Writes benchmarks/results/unit_graphs_h2
 
     units       ours by default: `fsdp`, units as graphs
     off         ours with capture = "off"
-    whole       ours with the whole step captured (shardwise.capture)
     torch_ddp   torch's DistributedDataParallel under autocast
 
 A case is a model, and the lengths of its batches in turn. `new shapes` is the wall time of the first 50 steps, in which
 16 lengths come up for the first time, in a new model each.
 
 `--contestants units` runs one alone, whose memory does not mix with that of others. `--predict` prints what the planner
-says of `units` (capture = "units") in the cases of one length, without a GPU.
+says of `units` in the first cases, without a GPU.
 
     reserved_bytes   the most that the allocator reserved during warm-up and later, without what others hold
     device_bytes     what the device had in use besides what others hold, with the driver's data of graphs; the first
@@ -23,7 +22,7 @@ says of `units` (capture = "units") in the cases of one length, without a GPU.
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import Any
@@ -59,7 +58,9 @@ class Case:
     samples: int = 2
 
 
-_FIXED = ("off", "units", "whole")
+_FIXED = ("off", "units")
+# Of one length, and of models that read tokens alone.
+_PREDICTED = ("qwen3-0.6b", "smollm2-360m", "bert-large", "llama-1b")
 _VARYING = ("off", "units", "torch_ddp")
 CASES = {
     "qwen3-0.6b": Case(model="qwen3-0.6b", lengths=(1024,), contestants=_FIXED),
@@ -68,8 +69,8 @@ CASES = {
     "llama-1b": Case(model="llama-1b", lengths=(2048,), contestants=_FIXED),
     "qwen3-0.6b, 4 lengths": Case(model="qwen3-0.6b", lengths=(1024, 768, 512, 256), contestants=_VARYING),
     "smollm2-360m, 4 lengths": Case(model="smollm2-360m", lengths=(1024, 768, 512, 256), contestants=_VARYING),
-    "whisper-small": Case(model="whisper-small", lengths=(128,), contestants=("off", "units"), samples=4),
-    "deberta-v3-large": Case(model="deberta-v3-large", lengths=(256,), contestants=("off", "units"), samples=8),
+    "whisper-small": Case(model="whisper-small", lengths=(128,), contestants=_FIXED, samples=4),
+    "deberta-v3-large": Case(model="deberta-v3-large", lengths=(256,), contestants=_FIXED, samples=8),
     "new shapes": Case(model="smollm2-360m", lengths=tuple(range(64, 1025, 64)), contestants=("units", "off")),
 }
 
@@ -142,13 +143,7 @@ class Contestant:
             return loss.detach()
 
         self._batches = batches(case)
-        self._step: Callable[..., Tensor] = step
-        if name == "whole":
-            names = list(next(batches(case)))
-            captured = shardwise.capture(
-                lambda *tensors: step(**dict(zip(names, tensors, strict=True))), self.model, optimizer
-            )
-            self._step = lambda **batch: captured(*batch.values())
+        self._step = step
 
     def __call__(self) -> Tensor:
         return self._step(**next(self._batches))
@@ -222,11 +217,11 @@ def predict(name: str, case: Case) -> None:
         return found
 
     task = Task(model=make(case.model, device="meta"), loss=loss, make_batch=make_batch)
-    plan = Plan(strategy="fsdp", precision="bf16", micro_batch=case.samples, capture="units")
+    plan = Plan(strategy="fsdp", precision="bf16", micro_batch=case.samples)
     ways = traced_ways(trace_task(task, name=name, ways=[]), plan=plan)
     spec = trace_task(task, name=name, ways=[(plan.precision, way) for way in ways])
-    memory = estimate(spec, plan=plan, num_ranks=1, batch=case.samples)
-    time = estimate_time(spec, plan=plan, cluster=cluster_of("1xh200"), optimizer="adamw-fused")
+    memory = estimate(spec, plan=plan, num_ranks=1, batch=case.samples, as_graphs=True)
+    time = estimate_time(spec, plan=plan, cluster=cluster_of("1xh200"), optimizer="adamw-fused", as_graphs=True)
     assert time is not None
     measuring.show(name, {"step_seconds": time.step_seconds, "reserved_bytes": memory.reserved_bytes})
 
@@ -236,7 +231,7 @@ def main() -> None:
     asked = measuring.options(__doc__, cases=list(CASES), contestants=[], blocks=5, predict=False, out=out, here="")
     if asked.predict:
         for name in asked.cases:
-            if "whole" in CASES[name].contestants:
+            if name in _PREDICTED:
                 predict(name, CASES[name])
         return
     if asked.here:

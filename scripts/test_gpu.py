@@ -22,14 +22,10 @@ FOLDER = ROOT / "tests" / "gpu"
 # Measured on one H200, in seconds: files are dealt to two halves by this. A file that is not here counts as 20.
 SECONDS = {
     "test_nccl.py": 144,
-    "test_guarded_capture.py": 124,
     "test_profile.py": 121,
     "test_compiled_units.py": 107,
-    "test_captured_ranks.py": 98,
     "test_bench.py": 75,
-    "test_capture.py": 61,
     "test_compiled_memory.py": 39,
-    "test_captured_memory.py": 39,
     "test_train_probe_cuda.py": 32,
     "test_graph_update.py": 31,
     "test_unit_graphs_cuda.py": 150,

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from shardwise.engine.prepared.forward_method import forward_method as forward_method
     from shardwise.engine.prepared.summary import summary as summary
     from shardwise.engines import accumulate as accumulate
-    from shardwise.engines import capture as capture
     from shardwise.engines import clip_grad_norm_ as clip_grad_norm_
     from shardwise.engines import clip_grad_value_ as clip_grad_value_
     from shardwise.engines import edit as edit
@@ -59,6 +58,12 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> object:
     if name == "__all__":
         return sorted(lazy_names(__file__))
+    if name == "capture":
+        from shardwise.errors import InvalidPlan
+
+        raise InvalidPlan(
+            "shardwise.capture is gone: units run as CUDA graphs in any loop (capture = 'auto'); call the step itself"
+        )
     if name not in lazy_names(__file__):
         raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
     value: object = getattr(import_module(lazy_names(__file__)[name]), name)

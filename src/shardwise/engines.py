@@ -1,7 +1,7 @@
 """The functions that users call on a model. `prepare` chooses the engine; the others call the engine of the model."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ from shardwise.comm.job_environment import start_of
 from shardwise.comm.watch import WATCH_SECONDS
 from shardwise.engine.guards.replicas import COMPARE_EVERY
 from shardwise.engine.prepare import prepare_on_ours
-from shardwise.engine.protocol import Batch, Step, require_engine
+from shardwise.engine.protocol import Batch, require_engine
 from shardwise.plan import Plan, as_plan
 from shardwise.plan.limits import LIMITS
 from shardwise.vocabulary.tested_versions import warn_if_untested_torch
@@ -87,40 +87,9 @@ def replan(model: nn.Module, plan: Plan) -> None:
     Strategy, overrides, mesh, recompute, offload, prefetch and the like may change; settings that decide what is
     computed (precision, units, …) may not. Parameters, gradients, optimizer state and averages (shardwise.EMA) move
     unit by unit: a rank holds no more than the larger of both plans and one unit. Training continues bit for bit as if
-    it had been saved under the old plan and resumed under the new one. Captured steps are captured again.
+    it had been saved under the old plan and resumed under the new one.
     """
     require_engine(model).replan(model, plan)
-
-
-def capture(
-    step: Step,
-    model: nn.Module,
-    optimizer: Optimizer,
-    *,
-    functions: Sequence[Callable[..., Any]] = (),
-    tell: Callable[[str], None] | None = None,
-) -> Step:
-    """Return `step` as CUDA graphs, as the plan's `capture` says: auto, on or off. Collective: every rank calls it.
-
-        def step(batch):
-            loss = loss_of(model, batch)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
-        step = shardwise.capture(step, model, optimizer)
-
-    After three ordinary steps the fourth is captured, and then replayed: no Python runs in a replay. Inputs are copied
-    to where the graph reads them; a batch of other shapes runs as an ordinary step until that is captured too. The
-    learning rate may change from step to step. If the step reads a truth value (`if mask.all():`), the graph assumes
-    that it does not change, and compares; a step in which it changes runs as an ordinary one. A step that cannot be
-    captured is an error under `on`; under `auto` it stays an ordinary one.
-
-    functions   what the step calls besides the model (a loss): the variables that they depend on are compared too
-    tell        receives a line for each decision, on rank 0 (default: warnings)
-    """
-    return require_engine(model).capture(step, model, optimizer, functions=functions, tell=tell)
 
 
 def accumulate(model: nn.Module, *, enabled: bool = True) -> AbstractContextManager[None]:

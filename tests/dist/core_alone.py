@@ -9,8 +9,7 @@ from typing import Any
 
 # All of the engine but its core and the protocol, and what watches over a job.
 SHELL = (
-    *("shardwise.engine.guards", "shardwise.engine.captured", "shardwise.engine.optimizer"),
-    *("shardwise.engine.graphs", "shardwise.engine.graphs"),
+    *("shardwise.engine.guards", "shardwise.engine.graphs", "shardwise.engine.optimizer"),
     *("shardwise.engine.activations", "shardwise.engine.offload", "shardwise.engine.out_of_memory"),
     *("shardwise.engine.plan_change", "shardwise.engine.prepared", "shardwise.engine.prepare"),
     *("shardwise.engine.engine", "shardwise.engine.last_issued", "shardwise.engines"),

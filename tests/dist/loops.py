@@ -160,6 +160,45 @@ def kept_gradients(model: Any, optimizer: Any, *, rank: int, said: list[Any]) ->
             optimizer.zero_grad()
 
 
+def looked_at(model: Any, optimizer: Any, *, rank: int, said: list[Any]) -> None:
+    """Hooks that look at gradients on their way, on parameters and on nodes, of blocks in turn; now and then none."""
+    for step in range(14):
+        parameter = model.blocks[step % 3].out.weight
+        seen: list[Tensor] = []
+        loss = loss_of(model, batch(step, rank=rank))
+        handles = []
+        if step % 4 == 1:
+            handles.append(parameter.register_hook(lambda grad, seen=seen: seen.append(grad.clone())))
+        elif step % 4 == 2:
+            look = lambda one, seen=seen: seen.append(one.grad.clone())  # noqa: E731
+            handles.append(parameter.register_post_accumulate_grad_hook(look))
+        elif step % 4 == 3:
+            with torch._C.DisableTorchFunctionSubclass():
+                node = torch.autograd.graph.get_gradient_edge(parameter).node
+            handles.append(node.register_prehook(lambda grads, seen=seen: seen.append(grads[0].clone())))
+        loss.backward()
+        assert len(seen) == len(handles)
+        for handle in handles:
+            handle.remove()
+        said += seen
+        optimizer.step()
+        optimizer.zero_grad()
+        said.append(loss.detach())
+
+
+def penalised(model: Any, optimizer: Any, *, rank: int, said: list[Any]) -> None:
+    """A loss that uses parameters of blocks too, now and then. They must be whole on every rank."""
+    for step in range(14):
+        loss = loss_of(model, batch(step, rank=rank))
+        if step % 3 == 2:
+            loss = loss + sum(block.out.weight.square().sum() for block in model.blocks[:2])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        said.append(loss.detach())
+
+
 LOOPS: dict[str, Callable[..., None]] = {
-    loop.__name__: loop for loop in (plain, lengths, accumulated, two_forwards, kept_graph, kept_gradients, dropped)
+    loop.__name__: loop
+    for loop in (plain, lengths, accumulated, two_forwards, kept_graph, kept_gradients, dropped, looked_at)
 }

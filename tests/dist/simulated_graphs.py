@@ -21,14 +21,14 @@ from shardwise.engine import engine as engine_module
 from shardwise.engine.activations.recompute import without_random_numbers
 from shardwise.engine.core.core import Core
 from shardwise.engine.graphs import unit_graphs as unit_graphs_module
-from shardwise.engine.graphs.reads import NotCaptured, in_one_line
+from shardwise.engine.graphs.not_captured import NotCaptured, in_one_line
 from shardwise.engine.graphs.static_place import StaticPlace
 from shardwise.engine.graphs.traced_unit import TracedUnit
 from shardwise.engine.graphs.unit_graphs import UnitGraphs
 
 # Share of the times at which a unit's parameters are elsewhere.
 _MOVED = 0.05
-# They give a value of the device to Python, which ends a capture.
+# They give a value of the device to Python, which ends a recording.
 _READS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero")
 # They change the form of a tensor, not its memory.
 _FORMS = ("t_", "transpose_", "squeeze_", "unsqueeze_", "as_strided_", "detach_", "set_")
@@ -155,8 +155,8 @@ class SimulatedGraphs:
     def is_on_host(self, tensor: Tensor) -> bool:
         return _is_on_host(tensor)
 
-    def lacks_memory(self) -> str:
-        return ""
+    def has_room(self) -> bool:
+        return True
 
     def free_share(self) -> float:
         return 1.0
@@ -182,7 +182,7 @@ class SimulatedGraphs:
 
 @contextmanager
 def _no_reads() -> Iterator[None]:
-    """Refuse what reads values on a CPU without an operation; on a GPU it would end the capture."""
+    """Refuse what reads values on a CPU without an operation; on a GPU it would end the recording."""
 
     def refusing(own: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         def read(tensor: Tensor) -> Any:

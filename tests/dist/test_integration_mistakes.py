@@ -17,7 +17,7 @@ from training import line
 import shardwise
 from shardwise import Plan, Task
 from shardwise.errors import InvalidModel
-from shardwise.integrations.asked_plan import asked_plan, refuse_capture
+from shardwise.integrations.asked_plan import asked_plan
 from shardwise.vocabulary import tested_versions
 
 preload("transformers.models.llama.modeling_llama", "transformers.trainer", "lightning.pytorch")
@@ -127,7 +127,7 @@ def test_a_model_that_transformers_has_distributed_is_refused_by_what_its_user_w
         assert all("call from_pretrained without distributed_config and tp_plan" in one for one in lines)
 
 
-def whole_steps(rank: int, folder: str) -> None:
+def callbacks_inside_steps(rank: int, folder: str) -> None:
     from transformers import TrainerCallback, TrainingArguments
 
     from shardwise.integrations import ShardwiseTrainer
@@ -141,17 +141,7 @@ def whole_steps(rank: int, folder: str) -> None:
             parameters = [p for group in options["optimizer"].param_groups for p in group["params"]]
             self.norms.append(sum(float(p.grad.norm()) for p in parameters if p.grad is not None))
 
-    class Whole(ShardwiseTrainer):
-        """On a CPU a whole step is an ordinary one, but taken by the same path."""
-
-        def _is_on_gpu(self) -> bool:
-            return True
-
-    class OwnLoss(Whole):
-        def compute_loss(self, *arguments: Any, **options: Any) -> Any:
-            return super().compute_loss(*arguments, **options)
-
-    def make(kind: Any = Whole, plan: Any = "fsdp", callbacks: Any = (), **settings: Any) -> Any:
+    def make(callbacks: Any = ()) -> Any:
         torch.manual_seed(0)
         data = [{"input_ids": torch.arange(8) + n, "labels": torch.arange(8) + n} for n in range(8)]
         args = TrainingArguments(
@@ -162,29 +152,18 @@ def whole_steps(rank: int, folder: str) -> None:
             save_strategy="no",
             disable_tqdm=True,
             learning_rate=1e-2,
-            **settings,
         )
-        return kind(
-            model=make_llama(), args=args, plan=plan, train_dataset=data, eval_dataset=data, callbacks=[*callbacks]
+        return ShardwiseTrainer(
+            model=make_llama(), args=args, plan="fsdp", train_dataset=data, eval_dataset=data, callbacks=[*callbacks]
         )
 
     inside = Inside()
     inside.norms = []
-    assert make()._why_not_whole() == ""
-    assert "gradient_accumulation_steps = 2" in make(gradient_accumulation_steps=2)._why_not_whole()
-    assert "OwnLoss.compute_loss" in make(OwnLoss)._why_not_whole()
-    asked = make(plan=Plan(strategy="fsdp", capture="on"), callbacks=[inside])
-    assert "Inside.on_pre_optimizer_step is called inside a step; set capture = 'auto'" in line(asked._captures)
-    assert not make(ShardwiseTrainer)._captures()
-    assert not make(plan=Plan(strategy="fsdp", capture="off"))._captures()
-    # Either way it is the same training; a callback inside an ordinary step finds its gradients.
     plain, watched = make(), make(callbacks=[inside])
     for trainer in (plain, watched):
         trainer.train()
     assert len(inside.norms) == 3
     assert all(norm > 0 for norm in inside.norms)
-    assert plain._whole_step is not None
-    assert watched._whole_step is None
     expected = watched.model.state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in plain.model.state_dict().items())
     # Evaluation before any training, and training twice, with the same model.
@@ -198,10 +177,10 @@ def whole_steps(rank: int, folder: str) -> None:
 
 
 @pytest.mark.timeout(180)
-def test_steps_are_taken_whole_on_a_gpu_where_nothing_of_the_users_runs_inside(tmp_path: Path) -> None:
+def test_callbacks_inside_of_a_step_find_its_gradients_and_change_nothing(tmp_path: Path) -> None:
     needs("transformers")
     needs("accelerate")
-    run_ranks(whole_steps, num_ranks=1, args=(str(tmp_path),), timeout_seconds=150.0)
+    run_ranks(callbacks_inside_steps, num_ranks=1, args=(str(tmp_path),), timeout_seconds=150.0)
 
 
 def accelerators(rank: int) -> None:
@@ -371,7 +350,6 @@ def test_a_version_that_was_not_tested_is_told_in_one_line(monkeypatch: pytest.M
 
 
 def test_the_precision_of_a_strategys_name_is_the_frameworks() -> None:
-    assert "its steps are not captured" in line(lambda: refuse_capture(Plan(capture="on")))
     for said in ("bf16", "bf16-mixed"):
         assert asked_plan("zero2", said=said, setting="") == Plan(strategy="zero2", precision="bf16")
     assert "use bf16" in line(lambda: asked_plan("zero2", said="fp16", setting="mixed_precision='fp16'"))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from loops import LOOPS, Model, batch
+from loops import LOOPS, Model, batch, penalised
 from ranks import run_ranks
 from simulated_graphs import SimulatedGraphs, simulated
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from whole import in_turn
 import shardwise
 from shardwise.engine.engine import engine_of
 from shardwise.engine.graphs import arena
-from shardwise.engine.graphs.reads import NotCaptured
+from shardwise.engine.graphs.not_captured import NotCaptured
 from shardwise.plan import Plan
 
 STRATEGIES = ("ddp", "zero2", "shard_grad_op", "fsdp")
@@ -40,7 +40,7 @@ def run(
     shardwise.prepare(model, optimizer, Plan(**options))
     torch.manual_seed(5 + rank)
     said: list[Any] = []
-    LOOPS[loop](model, optimizer, rank=rank, said=said)
+    {**LOOPS, "penalised": penalised}[loop](model, optimizer, rank=rank, said=said)
     graphs = engine_of(model).graphs
     counts = (graphs.num_calls, graphs.num_replayed) if graphs is not None else (0, 0)
     return said, shardwise.full_state_dict(model)["model"], counts
@@ -68,6 +68,14 @@ def compared(rank: int, loop: str, options: dict[str, Any], model_options: dict[
 @pytest.mark.parametrize(("loop", "strategy"), in_turn(sorted(LOOPS), "fsdp", "ddp", every=STRATEGIES))
 def test_a_loop_with_unit_graphs_has_the_bits_of_the_same_loop_without(loop: str, strategy: str) -> None:
     for num_calls, num_replayed in run_ranks(compared, num_ranks=2, args=(loop, {"strategy": strategy}, {})):
+        assert num_replayed > num_calls * REPLAYED, (num_calls, num_replayed)
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_gradients_of_another_use_of_a_parameter_are_added_to_those_of_graphs(strategy: str) -> None:
+    options = {"strategy": strategy, "precision": "bf16"} if strategy == "ddp" else {"strategy": strategy}
+    for num_calls, num_replayed in run_ranks(compared, num_ranks=2, args=("penalised", options, {})):
         assert num_replayed > num_calls * REPLAYED, (num_calls, num_replayed)
 
 

@@ -57,7 +57,6 @@ NOT_CALLED = {
     **dict.fromkeys(("tape", "summary"), "views of what ran"),
     "predict": "nothing is trained",
     "smaller_plan": "nothing is trained",
-    "capture": "called by shardwise.step",
     "protect": "restarts ranks: tests/dist/test_recovery.py",
 }
 _MOST_EVENTS = 6

@@ -17,7 +17,7 @@ from shardwise.units import unit_modules
 LEFT_OUT = {
     "micro_batch": "the planner's",
     "accumulate": "a default of `shardwise train`; here a step says how many passes it has",
-    "capture": "auto: on a GPU, `shardwise.step` captures what it can",
+    "capture": "auto: units are graphs on a GPU",
     "engine": "the oracle is plain torch",
     "fp8_min_features": "as small as the parts, wherever precision is fp8",
 }

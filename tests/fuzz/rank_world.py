@@ -22,8 +22,8 @@ from worlds import CLIP_VALUE, DECAY, FACTOR, MAX_NORM, Observed, World, scaled
 import shardwise
 from shardwise.checkpoint import Checkpoints
 from shardwise.comm.agreement import exchange
-from shardwise.engine.engine import engine_of
 from shardwise.engine.prepare import _collectives
+from shardwise.engine.protocol import require_engine
 
 
 class Rank(World):
@@ -37,12 +37,10 @@ class Rank(World):
         # Small, so that nothing overflows: whether a step was skipped would depend on it.
         self.scaler = shardwise.GradScaler(device.type, init_scale=8.0, enabled=self.keys.get("precision") == "fp16")
         self.steps: dict[Any, Callable[..., Tensor]] = {}
-        self.num_replayed = 0
 
     def replayed(self) -> int:
-        """Return how many steps, and calls of units under the last plan, were replays of graphs."""
-        graphs = engine_of(self.model).graphs
-        return self.num_replayed + (graphs.num_replayed if graphs is not None else 0)
+        """Return how many calls of units under the last plan were replays of graphs."""
+        return require_engine(self.model).replayed_calls(self.model)[1]
 
     def _planned(self, keys: dict[str, Any]) -> dict[str, Any]:
         return {**keys, "precision": "native"} if self.case.double else dict(keys)
@@ -103,14 +101,11 @@ class Rank(World):
         max_norm = MAX_NORM if clip == "norm" else None
         key = (id(self.model), max_norm)
         if key not in self.steps:
-            self.steps[key] = shardwise.step(
-                self.model, self.optimizer, loss_of, max_norm=max_norm, scaler=self.scaler, tell=lambda line: None
-            )
+            self.steps[key] = shardwise.step(self.model, self.optimizer, loss_of, max_norm=max_norm, scaler=self.scaler)
         first = self.num_forwards + 1
         self.num_forwards += passes
         self.seed_forward(self.rank, number=first)
         loss = self.steps[key](*(self.batch(self.rank, number=first + index) for index in range(passes)))
-        self.num_replayed += self.steps[key].captured
         norm = self.steps[key].grad_norm
         return {"losses": [loss.item()], "norms": [] if norm is None else [norm.item()]}
 

@@ -75,7 +75,7 @@ class World:
             return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
         # An update on the host is torch's plain one.
         on_gpu = self.device.type == "cuda" and not any(plan.get("offload_states") for plan in self.case.plans())
-        # As captured steps have them: other code of torch's rounds differently.
+        # With rates and counts on the device other code of torch's rounds differently.
         options: dict[str, Any] = {"lr": torch.tensor(0.01, device=self.device) if on_gpu else 0.01}
         options |= {"capturable": True} if on_gpu else {}
         if name == "adam":
@@ -92,7 +92,7 @@ class World:
         rows, length = self.sizes[(number + rank) % len(self.sizes)]
         x = torch.randn(rows, length, WIDTH, generator=generator, dtype=torch.float64).to(self.device, self.dtype)
         y = torch.randn(rows, length, 1, generator=generator, dtype=torch.float64).to(self.device, self.dtype)
-        # A captured step belongs to one value of each plain input.
+        # Graphs belong to one value of each plain input.
         branches = any(part.uses == "sometimes" for part in self.case.parts)
         return {"x": x, "y": y, "key": (number + rank) % 2 if branches else 0}
 

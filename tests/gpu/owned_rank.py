@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from capture_cases import deterministic
+from graph_cases import deterministic
 from quantised import WIDTH, QuantisedNet
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -143,18 +143,6 @@ def wrong(found: Weights, expected: Weights) -> str:
     return ", ".join(lines)
 
 
-def captured(device: str) -> list[str]:
-    """What `capture = "auto"` says of steps whose matrices are OWNED, on rank 0."""
-    told: list[str] = []
-    model = gpt().to(device)
-    optimizer = torch.optim.Muon([p for p in model.parameters() if p.dim() == 2])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        shardwise.prepare(model, optimizer, Plan(strategy="zero2", capture="auto"))
-    shardwise.step(model, optimizer, cross_entropy, tell=told.append)
-    return told
-
-
 def cases(*, rank: int, num_ranks: int, device: str) -> dict[str, str]:
     """Name of a case → what is wrong in it."""
 
@@ -173,7 +161,6 @@ def cases(*, rank: int, num_ranks: int, device: str) -> dict[str, str]:
     if importlib.util.find_spec("bitsandbytes") is not None:
         adapters = Training(make=quantised, loss=quantised_loss, optimizers=adamw)
         found["quantised"] = compared(adapters, *["fsdp"] * NUM_STEPS)
-    found["capture"] = " ".join(captured(device))
     return found
 
 

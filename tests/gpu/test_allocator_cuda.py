@@ -61,15 +61,13 @@ def test_what_is_reserved_is_modelled_request_by_request(expands: bool) -> None:
 
 POOL = """
 import torch
-from shardwise.engine.graphs.step_pool import StepPool
+from shardwise.engine.graphs.graph_pool import GraphPool
 
 stream = torch.cuda.Stream()
 before = torch.empty(2**25, device="cuda")
-pool = StepPool(stream)
-with torch.cuda.stream(stream):
-    pool.begin()
+pool = GraphPool(stream)
+with pool.filling():
     inside = torch.empty(2**25, device="cuda")
-    pool.end()
 for one in (torch.cuda.memory_snapshot((0, 0)), torch.cuda.memory_snapshot(pool.id)):
     print(any(segment["is_expandable"] for segment in one))
 """

@@ -1,16 +1,16 @@
-"""fp8 products of the hardware: those that a CPU emulates; and steps with them, ordinary, compiled and captured."""
+"""fp8 products of the hardware: those that a CPU emulates; and steps with them, ordinary, compiled and as CUDA graphs."""
 
 from typing import Any
 
 import pytest
 import torch
-from capture_cases import deterministic
+from graph_cases import deterministic
 from torch import Tensor, nn
 
 import shardwise
 from shardwise import Plan
-from shardwise.engine.engine import engine_of
 from shardwise.engine.fp8.linear import RowwiseLinear, TensorwiseLinear
+from shardwise.engine.protocol import require_engine
 from shardwise.models.make import build_model
 from shardwise.models.shapes import LlamaShape
 from shardwise.models.tasks import cross_entropy
@@ -62,7 +62,8 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def trained(plan: Plan, *, steps: int = 12, captured: bool = False) -> tuple[list[float], dict[str, Tensor], Any]:
+def trained(plan: Plan, *, steps: int = 12) -> tuple[list[float], dict[str, Tensor], int]:
+    """Return losses, weights, and how many calls of units were replays."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     model = build_model(SHAPE)
@@ -76,11 +77,9 @@ def trained(plan: Plan, *, steps: int = 12, captured: bool = False) -> tuple[lis
         optimizer.zero_grad()
         return loss.detach()
 
-    said: list[str] = []
-    taken = shardwise.capture(step, model, optimizer, tell=said.append) if captured else step
     with deterministic():
-        losses = [taken(*batch(number)).item() for number in range(steps)]
-    return losses, model.state_dict(), (engine_of(model), said)
+        losses = [step(*batch(number)).item() for number in range(steps)]
+    return losses, model.state_dict(), require_engine(model).replayed_calls(model)[1]
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -94,27 +93,22 @@ def test_sharded_weights_in_fp8_give_the_bits_of_replicated_ones(recipe: str) ->
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
-def test_units_as_graphs_and_captured_steps_have_the_bits_of_ordinary_ones(recompute: str) -> None:
+def test_units_as_graphs_have_the_bits_of_ordinary_ones(recompute: str) -> None:
     ordinary, expected, _ = trained(Plan(capture="off", recompute=recompute, **FP8))
-    losses, found, (engine, _) = trained(Plan(recompute=recompute, **FP8))
-    assert engine.graphs is not None
-    assert engine.graphs.num_replayed > 0
-    assert losses == ordinary
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
-    losses, found, (_, said) = trained(Plan(recompute=recompute, **FP8), captured=True)
-    assert said == ["capture: steps are replayed as CUDA graphs from here on"]
+    losses, found, num_replayed = trained(Plan(recompute=recompute, **FP8))
+    assert num_replayed > 0
     assert losses == ordinary
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_compiled_units_train_as_eager_ones_do_and_captured_ones_alike(recipe: str) -> None:
+def test_compiled_units_train_as_eager_ones_do_and_as_graphs_alike(recipe: str) -> None:
     plan = {"fp8_recipe": recipe, **FP8}
     eager, _, _ = trained(Plan(capture="off", **plan))
     compiled, expected, _ = trained(Plan(capture="off", compile="inductor", **plan))
     assert compiled == pytest.approx(eager, rel=2e-2)
-    losses, found, (_, said) = trained(Plan(compile="inductor", **plan), captured=True)
-    assert said == ["capture: steps are replayed as CUDA graphs from here on"]
+    losses, found, num_replayed = trained(Plan(compile="inductor", **plan))
+    assert num_replayed > 0
     assert losses == compiled
     assert all(torch.equal(found[name], value) for name, value in expected.items())

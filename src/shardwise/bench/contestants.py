@@ -24,9 +24,9 @@ _NOT_BY_PEERS = (
     "offload_states", "dynamic", "collectives",
 )  # fmt: skip
 _PLAIN = Plan()
-# Engines whose costs the solver knows: it does not consider captured or compiled steps.
+# Engines whose costs the solver knows: it does not consider CUDA graphs or compiled units.
 _AUTO_ENGINES = ("shardwise",)
-# Optimizers that count steps or read learning rates on the host, and so cannot be captured.
+# Optimizers that count steps or read learning rates on the host, so that no graph can contain them.
 _NOT_CAPTURABLE = ("sgd", "adagrad", "muon")
 STAGES: Mapping[str, int] = {"ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3}
 """Strategy → its ZeRO stage in Megatron-FSDP and DeepSpeed."""
@@ -48,7 +48,7 @@ class Contestant:
 def plan_for(engine: str, strategy: str, plan: Plan) -> Plan:
     """Return the plan of a case, whether or not the engine can run it (`why_not`).
 
-    Only our engine captures by its plan; the steps of others are captured by hand (graph_update.py).
+    Only our engine has CUDA graphs by its plan; the steps of others are captured by hand (graph_update.py).
     """
     compiler, bare = plan.compiler if plan.compiler != "none" else "inductor", without_mode(engine)
     if strategy == AUTO:
@@ -59,7 +59,7 @@ def plan_for(engine: str, strategy: str, plan: Plan) -> Plan:
         strategy=strategy,
         engine=bare if bare in LIMITS else "shardwise",
         compile=compiler if mode_of(engine) == "compiled" else "none",
-        capture="on" if engine in ("captured", "compiled") else "off",
+        capture="auto" if engine in ("captured", "compiled") else "off",
     )
 
 
@@ -90,9 +90,11 @@ def on_gpu(config: TrainConfig) -> bool:
 
 
 def _why_not_captured(config: TrainConfig, *, engine: str) -> str:
-    """Return why its steps cannot be CUDA graphs, or ""."""
+    """Return why its units, or its whole steps where they are captured by hand, cannot be CUDA graphs, or ""."""
     if not on_gpu(config):
         return f"{engine} needs a GPU"
+    if without_mode(engine) == "shardwise":
+        return "" if config.plan.captures else "units of this plan cannot be CUDA graphs"
     if config.optimizer.name in _NOT_CAPTURABLE:
         return f"torch cannot capture the optimizer {config.optimizer.name}"
     if config.train.nonfinite == "skip":

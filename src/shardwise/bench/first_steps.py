@@ -12,7 +12,7 @@ from shardwise.bench.subject import BenchTraining
 from shardwise.train.metrics import Taken, Window
 
 NUM_STEPS = 3
-"""The last is observed: by then buckets and optimizer states exist, and no step is captured yet."""
+"""The last is observed: by then buckets and optimizer states exist, and nothing is replayed yet."""
 
 
 def take_first_steps(found: Found, subject: BenchTraining, *, run: BenchRun) -> Found:

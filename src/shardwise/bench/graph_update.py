@@ -2,7 +2,7 @@
 DistributedDataParallel"): the model is set up on a side stream; after eleven ordinary steps, one is captured with its
 inputs at fixed addresses, and replayed from then on.
 
-Unlike `shardwise.capture` it does not check what may change between steps: all steps of a bench are alike.
+It does not check what may change between steps: all steps of a bench are alike.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
 """Modes in which the steps of an engine run, by the end of its name: "torch-captured" is torch's engine, captured.
 
 eager      operation by operation
-captured   each step is one CUDA graph
-compiled   each unit is compiled by torch.compile, and each step is one CUDA graph
+captured   CUDA graphs: of units in our engine, of the whole step in others
+compiled   the same, with each unit compiled by torch.compile
 """
 
 MODES = ("eager", "captured", "compiled")

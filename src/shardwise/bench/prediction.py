@@ -45,15 +45,28 @@ class Forecast:
         return optimizer_rule(self.section, device=self.device)
 
     def of(self, plan: Plan) -> PredictedCase:
-        """Predict a case. Its time is None if the device's speed or links are unknown (step_time.why_not_timed)."""
+        """Predict a case, with units as CUDA graphs if its plan has them: all steps of a bench are alike.
+
+        Its time is None if the device's speed or links are unknown (step_time.why_not_timed).
+        """
         assert plan.micro_batch is not None
         spec, cluster, optimizer = self.model.spec_for(plan), self.cluster, self.optimizer
-        batch, device, clips = plan.micro_batch, self.device, self.clips
         found = predict_memory(
-            spec, plan=plan, num_ranks=cluster.num_ranks, batch=batch, optimizer=optimizer, device=device
+            spec,
+            plan=plan,
+            num_ranks=cluster.num_ranks,
+            batch=plan.micro_batch,
+            optimizer=optimizer,
+            device=self.device,
+            as_graphs=plan.captures,
         )
-        time = estimate_time(spec, plan=plan, cluster=cluster, optimizer=optimizer, clips=clips)
-        spans = [] if time is None else timeline(spec, plan=plan, cluster=cluster, optimizer=optimizer, clips=clips)
+        clips, graphs = self.clips, plan.captures
+        time = estimate_time(spec, plan=plan, cluster=cluster, optimizer=optimizer, clips=clips, as_graphs=graphs)
+        spans = (
+            timeline(spec, plan=plan, cluster=cluster, optimizer=optimizer, clips=clips, as_graphs=graphs)
+            if time is not None
+            else []
+        )
         return PredictedCase(
             allocated_bytes=found.memory.allocated_bytes,
             breakdown_bytes=dict(found.memory.breakdown_bytes),

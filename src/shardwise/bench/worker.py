@@ -69,8 +69,8 @@ def _long_enough(run: BenchRun) -> BenchRun:
 
 
 def _warm_up(run: BenchRun) -> int:
-    """Return how many steps to take before timing. Our engine captures after three ordinary steps and checks its first
-    and tenth replay; a capture by hand is made in the twelfth step. Steps that compile come first.
+    """Return how many steps to take before timing. Our engine records units in its first steps; a capture by hand is
+    made in the twelfth step. Steps that compile come first.
     """
     compiles = 2 if run.config.plan.compiler != "none" else 0
     return max(run.warm_up, NUM_STEPS + compiles + 10 * _captures(run))
@@ -81,7 +81,7 @@ def _captures(run: BenchRun) -> bool:
 
 
 def _is_recorded(run: BenchRun) -> bool:
-    """Return whether a step is recorded: captured steps run no hooks, and so have no ledger and no tape."""
+    """Return whether a step is recorded: graphs hide their operations from a ledger and a tape."""
     return run.detailed and not run.silent and not _captures(run)
 
 

@@ -143,7 +143,7 @@ class OptimizerLoad:
                 raise CheckpointError(f"param group {number} holds {name} only in {where}")
 
     def _make(self, held: OwnedSlice, key: str, value: Any, *, options: Mapping[str, Any]) -> Any:
-        """Return the tensor to fill, or the number. An existing tensor is reused, since a captured step reads it."""
+        """Return the tensor to fill, or the number. An existing tensor is reused: a graph may read it."""
         there = self._optimizer.state.get(held.parameter, {}).get(key)
         if isinstance(value, dict) and _LIKE_PARAMETER in value:
             dtype = dtype_of(value[_LIKE_PARAMETER])

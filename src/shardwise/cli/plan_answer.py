@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,9 +10,7 @@ from shardwise.cli.strategies import strategies_for_engine, strategy_names
 from shardwise.errors import InvalidPlan
 from shardwise.models.reference import Model
 from shardwise.plan import Plan
-from shardwise.plan.limits import LIMITS
 from shardwise.plan.placement import AUTO, SHARDED, STRATEGIES
-from shardwise.planner.memory.states import needs_whole_matrices
 from shardwise.planner.search.candidates import Candidate, SpecFor, candidates, cost
 from shardwise.planner.search.recommend import Reason, Recommendation, recommend
 from shardwise.planner.search.request import AutoRequest, NoPlanFits, with_budget
@@ -67,10 +66,9 @@ class PlanAnswer:
     ways            where nothing fits: changes with which something does
     fits            whether any of them fits
     needed_bytes_per_s    bandwidth of a node below which communication bounds the recommended plan; None for one node
-    captured        the recommended plan in CUDA graphs, as `shardwise train` runs it by default; None unless that is
-                    clearly faster
-    captured_units  the same with units as CUDA graphs, as an ordinary loop runs it by default
-    compiled        the solver's plan with compiled units; None unless they were left out and are clearly faster
+    captured   the recommended plan with units as CUDA graphs, as a run has them by default; None unless that is clearly
+               faster
+    compiled   the solver's plan with compiled units; None unless they were left out and are clearly faster
     """
 
     question: PlanQuestion
@@ -81,7 +79,6 @@ class PlanAnswer:
     fits: bool
     needed_bytes_per_s: float | None
     captured: Candidate | None
-    captured_units: Candidate | None
     compiled: Candidate | None
     scaling: "list[Scaled] | None"
     frontier: "list[FrontierPoint] | None"
@@ -120,8 +117,7 @@ def answer(question: PlanQuestion) -> PlanAnswer:
         ways=ways,
         fits=chosen.reason is not Reason.NOTHING_FITS,
         needed_bytes_per_s=_needed(question, chosen.best),
-        captured=_captured(question, chosen.best, capture="on"),
-        captured_units=_captured(question, chosen.best, capture="units"),
+        captured=_captured(question, chosen.best),
         compiled=_compiled(question, chosen.best),
         scaling=_scaling(question, found=found),
         frontier=_frontier(question),
@@ -180,22 +176,16 @@ def _with_auto(question: PlanQuestion, found: list[Candidate]) -> tuple[list[Can
     return [*found, best], Recommendation(index=len(found), reason=reason, best=best), why
 
 
-def _captured(question: PlanQuestion, best: Candidate | None, *, capture: str) -> Candidate | None:
-    """Return the recommended plan with captured steps or units, if that is clearly faster.
+def _captured(question: PlanQuestion, best: Candidate | None) -> Candidate | None:
+    """Return the cost of the recommended plan with units as CUDA graphs, if that is clearly faster.
 
-    Under `capture = auto` only the run decides whether a step is captured, so the table shows ordinary steps.
+    Only the run decides which units are graphs, so the table shows ordinary ones.
     """
     if question.quick or best is None or best.time is None or best.cluster.device.name == "cpu":
         return None
-    plan = best.plan
-    if not LIMITS[plan.engine].has("capture") or question.system.name or plan.capture != "auto":
+    if question.system.name or not best.plan.captures:
         return None
-    if capture == "units":
-        is_possible = plan.may_capture_units
-    else:
-        # Steps of optimizers that look at whole matrices are not captured.
-        is_possible = not plan.why_not_captured() and not needs_whole_matrices(question.optimizer)
-    return _clearly_faster(question, replace(plan, capture=capture), than=best) if is_possible else None
+    return _clearly_faster(question, best.plan, than=best, as_graphs=True)
 
 
 def _compiled(question: PlanQuestion, best: Candidate | None) -> Candidate | None:
@@ -218,14 +208,17 @@ def _compiled(question: PlanQuestion, best: Candidate | None) -> Candidate | Non
     return _clearly_faster(question, replace(best.plan, compile="inductor"), than=best)
 
 
-def _clearly_faster(question: PlanQuestion, plan: Plan, *, than: Candidate) -> Candidate | None:
+def _clearly_faster(
+    question: PlanQuestion, plan: Plan, *, than: Candidate, as_graphs: bool = False
+) -> Candidate | None:
     """Return the cost of the plan; None unless its steps are clearly shorter."""
     spec = question.spec_for(plan)
     # The allocator's model takes most of the time, and does not change that of a step.
-    quick = cost(spec, plan=plan, cluster=than.cluster, optimizer=question.optimizer, quick=True)
+    costs = partial(cost, spec, plan=plan, cluster=than.cluster, optimizer=question.optimizer, as_graphs=as_graphs)
+    quick = costs(quick=True)
     if quick.time is None or than.time is None or quick.time.step_seconds >= _CLEARLY_FASTER * than.time.step_seconds:
         return None
-    return cost(spec, plan=plan, cluster=than.cluster, optimizer=question.optimizer)
+    return costs()
 
 
 def _needed(question: PlanQuestion, best: Candidate | None) -> float | None:

@@ -82,10 +82,7 @@ Tile = Annotated[
 ]
 Compile = Annotated[str, Option("--compile", help="none, inductor, aot_eager, or auto (chosen with --strategy auto).")]
 Capture = Annotated[
-    str,
-    Option(
-        "--capture", help="CUDA graphs of whole steps (on), of units (units), none (off), or auto (off, with a note)."
-    ),
+    str, Option("--capture", help="auto: a note says what units as CUDA graphs change; off: no CUDA graphs.")
 ]
 Overlap = Annotated[
     str | None,

@@ -22,7 +22,7 @@ from shardwise.vocabulary.quantities import GIB, digits, fixed_text, step_second
 
 
 def as_data(shown: PlanAnswer) -> dict[str, Any]:
-    others = {"captured": shown.captured, "captured_units": shown.captured_units, "compiled": shown.compiled}
+    others = {"captured": shown.captured, "compiled": shown.compiled}
     data = {
         "model": shown.question.model.reference,
         "cluster": str(shown.found[0].cluster),
@@ -172,20 +172,12 @@ def _about_time(shown: PlanAnswer, best_or_first: Candidate) -> Iterator[str]:
 
 
 def _other_steps(shown: PlanAnswer) -> Iterator[str]:
-    """Say how long a step takes in CUDA graphs, and with compiled units."""
+    """Say how long a step takes with units as CUDA graphs, and with compiled ones."""
     if shown.captured is not None and shown.captured.time is not None:
         yield (
-            f"In CUDA graphs, as `shardwise train` runs a step where it can, {shown.captured.name} takes "
-            f"{step_seconds_text(shown.captured.time.step_seconds)} s per step; --capture on plans for that."
-        )
-    if shown.captured_units is not None and shown.captured_units.time is not None:
-        # Where whole steps cannot be graphs, units are graphs in every loop.
-        where = "With units as CUDA graphs, which is the default,"
-        if shown.captured is not None:
-            where = "In a loop of your own, whose units are CUDA graphs,"
-        yield (
-            f"{where} it takes {step_seconds_text(shown.captured_units.time.step_seconds)} s and "
-            f"{fixed_text(shown.captured_units.memory.reserved_bytes, unit=GIB)}; --capture units plans for that."
+            f"With units as CUDA graphs, which is the default, {shown.captured.name} takes "
+            f"{step_seconds_text(shown.captured.time.step_seconds)} s per step and "
+            f"{fixed_text(shown.captured.memory.reserved_bytes, unit=GIB)}."
         )
     if shown.compiled is not None and shown.compiled.time is not None:
         yield (

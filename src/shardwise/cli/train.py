@@ -54,7 +54,7 @@ def train(
         from shardwise.comm.allocator_settings import allocator_settings
         from shardwise.train.rank_run import train as train_as_rank
 
-        if not chosen.plan.may_have_pools:
+        if not chosen.plan.captures:
             # Read when the first tensor is made on a GPU.
             os.environ.update(allocator_settings())
         train_as_rank(chosen, fresh=fresh, replan=replan, command=("shardwise", *arguments))

@@ -5,7 +5,7 @@ job_environment.py   reads rank, job and rendezvous from the environment variabl
 rendezvous.py        makes the store, and waits until every rank has joined
 join.py              chooses the rank's device and makes the default process group
 leave.py             releases CUDA graphs before process groups are destroyed
-agreement.py         exchanges values between ranks and compares them; host_group.py: the same without the device
+agreement.py         exchanges values between ranks and compares them
 groups.py            makes the groups of a mesh; issued.py: logs the collectives that each group was given
 collectives.py       the backend's collectives; ring.py: our own; absent.py: one rank of a job without the others
 dtensor.py           handles torch's DTensors without importing them

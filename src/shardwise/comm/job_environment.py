@@ -20,7 +20,7 @@ from shardwise.errors import InvalidJob
 
 # The file over which the ranks of one start meet, set by our launcher.
 STORE = "SHARDWISE_STORE"
-# Turns captured steps off, for debugging.
+# Turns CUDA graphs of units off, for debugging.
 CAPTURE = "SHARDWISE_CAPTURE"
 # The folder in which ranks of a failing job leave their records.
 AUTOPSY = "SHARDWISE_AUTOPSY"
@@ -69,7 +69,7 @@ def memory_root() -> Path:
 
 
 def capture_is_off() -> bool:
-    """Return whether SHARDWISE_CAPTURE=off turns captured steps off, whatever the plan says."""
+    """Return whether SHARDWISE_CAPTURE=off turns CUDA graphs of units off, whatever the plan says."""
     value = os.environ.get(CAPTURE, "")
     if value not in ("", "off"):
         raise InvalidJob(f"{CAPTURE} = {value!r}: must be off, or not be set")

@@ -11,7 +11,6 @@ activations/     recompute, offload and torch.compile of units; offload/: copies
 protocol.py      the methods that every engine has; a prepared model carries its engine
 engine.py        the core of a model, and the parts that are attached to it
 prepared/        functions for a prepared model: state dicts, clipping, accumulation, full parameters, averages
-captured/        steps as CUDA graphs
 plan_change/     another plan between two steps, and models that were changed
 out_of_memory.py the explanation of an out-of-memory error: what was held, and where the step was
 our_engine.py    our engine by the protocol

@@ -28,8 +28,7 @@ class Engine:
     limit_seconds    limit for the collective functions that a user may call on one rank by mistake
     predicts_alone   out-of-memory errors include the engine's own predictions (out_of_memory/)
     averages         averages of the parameters (prepared/average.py) that are in use
-    captured         steps as CUDA graphs, which read and write the memory of this plan (captured/captured_step.py)
-    graphs           units as CUDA graphs (unit_graphs/); None on a CPU, and where the plan says so
+    graphs           units as CUDA graphs (graphs/); None on a CPU, and where the plan says so
     undo             restore the modules' original forward
     """
 
@@ -39,7 +38,6 @@ class Engine:
     limit_seconds: float = 60.0
     predicts_alone: bool = True
     averages: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
-    captured: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     graphs: UnitGraphs | None = None
     handles: list[Any] = field(default_factory=list)
     undo: list[Callable[[], None]] = field(default_factory=list)
@@ -61,8 +59,8 @@ class Engine:
 
     def wrap(self) -> None:
         """Wrap the units' forwards as the plan says."""
-        core, beside = self.core, self.core.setting.beside
-        self.undo = wrap_units(core.model, units=core.units, plan=core.followed.plan, device=self.device, beside=beside)
+        core = self.core
+        self.undo = wrap_units(core.model, units=core.units, plan=core.followed.plan, device=self.device)
         self.graphs = unit_graphs_of(self.core, optimizers=self.owned.group_names)
         if self.graphs is not None:
             # Outermost: a graph contains compiled code and recomputation.

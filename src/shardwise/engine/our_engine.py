@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.engine.captured.capture import capture
 from shardwise.engine.engine import engine_of
 from shardwise.engine.plan_change.replan import fixed_by, replan
 from shardwise.engine.prepared import accumulate, full_state, grad_norms, slices, uneven, weight_stream
@@ -41,9 +40,6 @@ class OurEngine(TrainingEngine):
             if hear not in event:
                 event.append(hear)
 
-    def replays_updates(self, model: nn.Module) -> bool:
-        return bool(engine_of(model).captured)
-
     # Plans and steps
 
     replan = staticmethod(replan)
@@ -51,7 +47,6 @@ class OurEngine(TrainingEngine):
     def fixed_by(self, model: nn.Module, plan: Plan) -> str:
         return fixed_by(engine_of(model), plan=plan)
 
-    capture = staticmethod(capture)
     accumulate = staticmethod(accumulate.accumulate)
     mean_count = staticmethod(uneven.mean_count)
     join = staticmethod(uneven.join)

@@ -112,8 +112,7 @@ def prepare_on_ours(
         ),
         what="plans, models or optimizers",
     )
-    if not plan.captures:
-        take_workspaces(chosen)
+    take_workspaces(chosen)
     together(partial(take_apart, model))
     allow_hooks(model)
     setting = CoreSetting(

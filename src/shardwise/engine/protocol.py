@@ -8,7 +8,7 @@ TrainingEngine   HeldState, and the methods that training calls
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from math import prod
@@ -23,7 +23,6 @@ from shardwise.plan import Plan
 from shardwise.plan.limits import LIMITS
 
 Batch = TypeVar("Batch")
-Step = TypeVar("Step", bound=Callable[..., Any])
 Tell = Callable[[str], None]
 
 
@@ -107,10 +106,6 @@ class HeldState(ABC):
     def listen_to_writes(self, model: nn.Module, optimizer: Optimizer | None, hear: Callable[..., None]) -> None:
         """Call `hear` from now on before the state is written. A second time, and under a new plan, it counts once."""
 
-    def replays_updates(self, model: nn.Module) -> bool:
-        """Return whether updates are replayed as graphs, where no listener is called."""
-        return False
-
 
 class TrainingEngine(HeldState):
     """Trains a prepared model. The public functions of engines.py document the methods of the same name."""
@@ -139,17 +134,6 @@ class TrainingEngine(HeldState):
     @abstractmethod
     def fixed_by(self, model: nn.Module, plan: Plan) -> str:
         """Return the trait of the model that keeps it under the plan it has; "" if `replan` may change the plan."""
-
-    @abstractmethod
-    def capture(
-        self,
-        step: Step,
-        model: nn.Module,
-        optimizer: Optimizer,
-        *,
-        functions: Sequence[Callable[..., Any]] = (),
-        tell: Tell | None = None,
-    ) -> Step: ...
 
     @abstractmethod
     def accumulate(self, model: nn.Module, *, enabled: bool = True) -> AbstractContextManager[None]: ...

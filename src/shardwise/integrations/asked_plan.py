@@ -31,9 +31,3 @@ def asked_plan(plan: Plan | str, *, said: str, setting: str, accumulate: int | N
         said = "its own setting" if accumulate is None else f"its own setting, which is {accumulate}"
         raise InvalidPlan(f"plan.accumulate = {plan.accumulate}: the framework accumulates by {said}; leave it out")
     return plan
-
-
-def refuse_capture(plan: Plan) -> None:
-    """Raise InvalidPlan for capture = 'on' in a loop that shows us parts of a step, not whole steps."""
-    if plan.captures:
-        raise InvalidPlan("capture = 'on' in a framework's loop: its steps are not captured; set capture = 'auto'")

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from shardwise.engines import accumulate, clip_grad_norm_, clip_grad_value_
 from shardwise.errors import InvalidPlan
-from shardwise.integrations.asked_plan import asked_plan, refuse_capture
+from shardwise.integrations.asked_plan import asked_plan
 from shardwise.integrations.prepared_models import PreparedModels
 from shardwise.plan import Plan
 from shardwise.vocabulary.tested_versions import warn_if_untested
@@ -63,7 +63,6 @@ class ShardwiseFabricStrategy(DDPStrategy):  # type: ignore[misc]
         if self._prepared is None:
             said = self._said_precision
             plan = asked_plan(self._asked_plan, said=said, setting=f"Fabric(precision={said!r})")
-            refuse_capture(plan)
             self._prepared = PreparedModels(plan, device=lambda: self.root_device, choose=_CHOOSE)
         self._prepared.prepare(module)
         return module

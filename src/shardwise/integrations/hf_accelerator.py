@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from shardwise.engines import clip_grad_norm_
 from shardwise.errors import InvalidModel, InvalidPlan
-from shardwise.integrations.asked_plan import asked_plan, refuse_capture
+from shardwise.integrations.asked_plan import asked_plan
 from shardwise.integrations.loss_parameters import announce_loss
 from shardwise.integrations.prepared_models import PreparedModels
 from shardwise.plan import Plan
@@ -52,7 +52,6 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
                 )
         super().__init__(*arguments, **options)
         self.run_plan(plan)
-        refuse_capture(self.plan)
 
     @staticmethod
     def adopt(accelerator: Any, *, plan: Plan | str, choose: str) -> "ShardwiseAccelerator":

@@ -5,7 +5,7 @@
     class MyTrainer(ShardwiseMixin, SFTTrainer): ...
 
 The Trainer prepares, accumulates and clips through its accelerator, which becomes ours (hf_accelerator.py). This file
-does the rest: all ranks gather a state before one of them writes it, and whole steps can be captured.
+does the rest: all ranks gather a state before one of them writes it.
 """
 
 import os
@@ -15,12 +15,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import CONFIG_NAME, Trainer, TrainerCallback
+from transformers import CONFIG_NAME, Trainer
 
 from shardwise.engine.guards.refuse import refuse_loaded_sharded
 from shardwise.engine.protocol import find_engine
-from shardwise.engines import capture, whole
-from shardwise.errors import InvalidModel, InvalidPlan
+from shardwise.engines import whole
+from shardwise.errors import InvalidModel
 from shardwise.integrations.hf_accelerator import ShardwiseAccelerator
 from shardwise.integrations.loss_parameters import hold_loss_parameters, without_loss_parameters
 from shardwise.integrations.trainer_arguments import checked_plan
@@ -28,9 +28,6 @@ from shardwise.integrations.trainer_auto import solved_plan
 from shardwise.integrations.trainer_recovery import TrainerRecovery
 from shardwise.plan import Plan
 from shardwise.vocabulary.tested_versions import warn_if_untested
-
-# Callbacks between backward and the end of the update. A captured step has no place for them.
-_INSIDE_A_STEP = ("on_pre_optimizer_step", "on_optimizer_step")
 
 _CHOOSE = "trainer.train() chooses it from the first batch; to evaluate or predict before that, name a strategy"
 
@@ -66,10 +63,6 @@ class ShardwiseMixin:
         self._recovery: TrainerRecovery | None = None
         # All weights of the model, while one rank writes them.
         self._gathered: dict[str, Tensor] | None = None
-        # A step with its update, and its (model, optimizer); None while the Trainer runs the steps.
-        self._whole_step: Callable[..., Any] | None = None
-        self._whole_of: tuple[Any, Any] = (None, None)
-        self._grad_norm: Any = None
         super().__init__(*arguments, **options)
         # sentence-transformers' trainers have losses that are modules.
         hold_loss_parameters(self.model, getattr(self, "loss", None))
@@ -143,80 +136,12 @@ class ShardwiseMixin:
     # Gradients
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        if self._whole_step is not None:
-            return self._grad_norm
         return self.accelerator.clip_grad_norm_(without_loss_parameters(model), self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        if grad_norm is None and self._whole_step is not None:
-            return self._grad_norm
         if grad_norm is not None:
             return grad_norm
         return self.accelerator.clip_grad_norm_(without_loss_parameters(model), float("inf"))
-
-    # Captured steps
-
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """Run the Trainer's own step; if steps are captured, run it with the update as CUDA graphs."""
-        if not self._captures():
-            self._whole_step = None
-            ordinary: Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
-            return ordinary
-        if self._whole_step is None or self._whole_of != (model, self.optimizer):
-            self._whole_step, self._whole_of = self._make_whole_step(model), (model, self.optimizer)
-        model.train()
-        self.optimizer.train()
-        prepared = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
-        loss: Tensor
-        loss, self._grad_norm = self._whole_step(dict(prepared), num_items_in_batch)
-        # The update is done: make the Trainer's own call of the optimizer do nothing, as in an accumulation.
-        self.accelerator.gradient_state._set_sync_gradients(False)
-        return loss
-
-    def _captures(self) -> bool:
-        """Return whether steps run as a whole: not if code of the user runs in the middle of one."""
-        if not self.plan.may_capture_steps or not self._is_on_gpu():
-            return False
-        why_not = self._why_not_whole()
-        if why_not and self.plan.capture == "on":
-            raise InvalidPlan(f"capture = 'on': {why_not}; set capture = 'auto'")
-        return not why_not
-
-    def _is_on_gpu(self) -> bool:
-        return bool(self.accelerator.device.type == "cuda")
-
-    def _why_not_whole(self) -> str:
-        """Return why a step cannot be run and captured as a whole; "" if it can."""
-        kind = type(self)
-        for setting, usual in (("gradient_accumulation_steps", 1), ("torch_empty_cache_steps", None)):
-            if getattr(self.args, setting) != usual:
-                return f"{setting} = {getattr(self.args, setting)}"
-        for name in ("training_step", "compute_loss"):
-            # A replay runs no Python, so that a method of the user would not run.
-            own = ShardwiseMixin.training_step if name == "training_step" else Trainer.compute_loss
-            if getattr(kind, name) is not own:
-                return f"{kind.__name__}.{name} is not the Trainer's own"
-        for callback in self.callback_handler.callbacks:
-            for name in _INSIDE_A_STEP:
-                if getattr(type(callback), name) is not getattr(TrainerCallback, name):
-                    return f"{type(callback).__name__}.{name} is called inside a step"
-        return ""
-
-    def _make_whole_step(self, model: nn.Module) -> Callable[..., Any]:
-        accelerator, compute_loss = self.accelerator, self.compute_loss  # type: ignore[attr-defined]
-        optimizer = self.optimizer.optimizer
-        max_norm = self.args.max_grad_norm or float("inf")
-
-        def step(inputs: dict[str, Any], num_items: Any) -> tuple[Tensor, Tensor]:
-            loss: Tensor = compute_loss(model, dict(inputs), num_items_in_batch=num_items)
-            accelerator.backward(loss)
-            norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach(), norm
-
-        functions = [self.compute_loss_func] if self.compute_loss_func is not None else []  # type: ignore[attr-defined]
-        return capture(step, model, optimizer, functions=functions)
 
     # States
 

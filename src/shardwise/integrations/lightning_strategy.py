@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shardwise.engine.prepared.forward_method import run_inside_forward, run_with_backward
 from shardwise.engines import accumulate, clip_grad_norm_, clip_grad_value_
 from shardwise.errors import InvalidPlan
-from shardwise.integrations.asked_plan import asked_plan, refuse_capture
+from shardwise.integrations.asked_plan import asked_plan
 from shardwise.integrations.lightning_parameters import refuse_averages, show_parameters, use_own_methods
 from shardwise.integrations.prepared_models import PreparedModels
 from shardwise.plan import Plan
@@ -104,7 +104,6 @@ class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]
         said, accumulate = self._said_precision, trainer.accumulate_grad_batches
         setting = f"Trainer(precision={said!r})"
         plan = asked_plan(self._asked_plan, said=said, setting=setting, accumulate=accumulate)
-        refuse_capture(plan)
         return plan
 
     def _stepped_by(self, optimizer: Any) -> tuple[nn.Module, list[nn.Parameter]]:

@@ -60,7 +60,7 @@ def _findings(found: Candidate, spec_for: SpecFor) -> Iterator[Mistake]:
             yield Mistake(
                 code="SW109",
                 line=f"issuing the step takes the CPU {share:.0%} of its time, so the GPU waits",
-                fix="use a larger micro-batch, compile the model, or capture steps (shardwise's default)",
+                fix="use a larger micro-batch, compile the model, or run units as CUDA graphs (shardwise's default)",
             )
 
 

@@ -95,6 +95,7 @@ class EngineLimits:
     combinations      limits that depend on several settings, or on the placements of several units
     calls             functions of the package, and arguments of functions, that it does not have
     untold            categories of memory whose buffers the engine does not report
+    has_graphs        it can run units as CUDA graphs
     has_lean_loss     the planner takes models of the catalogue with the lean loss (models/lean_loss.py)
     cuts_reduces      sharded gradients of a large unit are reduced in pieces (plan.piece_bytes)
     """
@@ -106,6 +107,7 @@ class EngineLimits:
     combinations: Callable[[PlanSettings, Placements], Refusal | None] = lambda plan, placements: None
     calls: tuple[CallLimit, ...] = ()
     untold: frozenset[str] = frozenset()
+    has_graphs: bool = True
     has_lean_loss: bool = True
     cuts_reduces: bool = True
 
@@ -268,12 +270,6 @@ LIMITS: Mapping[str, EngineLimits] = MappingProxyType(
             can_place=lives_alike,
             settings=(
                 Setting(
-                    key="capture",
-                    plain="auto",
-                    as_plain=("off",),
-                    refusal="capture = 'on' with engine = 'torch': only engine = 'shardwise' can capture a step",
-                ),
-                Setting(
                     key="collectives",
                     plain="backend",
                     refusal="{lacks} with engine = 'torch': torch's engine uses collectives = 'backend'",
@@ -309,6 +305,7 @@ LIMITS: Mapping[str, EngineLimits] = MappingProxyType(
             combinations=_torch_combinations,
             calls=_TORCH_CALLS,
             untold=frozenset({GATHERED, REDUCE}),
+            has_graphs=False,
             has_lean_loss=False,
             cuts_reduces=False,
         ),

@@ -22,9 +22,6 @@ from shardwise.plan.plan_keys import PlanKeys
 from shardwise.vocabulary.auto_solver import auto_solver
 from shardwise.vocabulary.html_table import html_table
 
-_NOT_UNDONE = "update = 'backward': a replay that is undone would have updated"
-_OWNED_MOVE = "parameters that one rank owns get new memory in each update"
-
 
 @documented
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,13 +40,6 @@ class Plan(PlanKeys):
 
     def _check_combination(self) -> None:
         check_settings(self)
-        hindrance = self._capture_hindrance()
-        if self.captures and hindrance:
-            raise InvalidPlan(
-                f"capture = 'on' with {hindrance}: such a step waits for the device; set capture = 'auto' or 'off'"
-            )
-        if self.captures and self.updates_in_backward:
-            raise InvalidPlan(f"capture = 'on' with {_NOT_UNDONE}; set capture = 'auto' or 'off'")
         if self.is_auto and (self.overrides or self.recompute_overrides):
             raise InvalidPlan("strategy = 'auto' chooses for each unit: leave overrides and recompute_overrides out")
         if self.owned and self.offload_states:
@@ -59,10 +49,6 @@ class Plan(PlanKeys):
             )
         if self.updates_in_backward and self.backward_hindrance:
             raise InvalidPlan(f"update = 'backward' with {self.backward_hindrance}: leave one of them out")
-        if self.uncaptured and self.captures:
-            raise InvalidPlan("uncaptured with capture = 'on': leave one of them out")
-        if self.owned and self.captures:
-            raise InvalidPlan(f"owned with capture = 'on': {_OWNED_MOVE}; set capture = 'auto' or 'off'")
         if self.precision == "native" and self.keep_fp32:
             raise InvalidPlan("keep_fp32 with precision = 'native': native leaves every module's dtypes alone")
         if self.has_fp8 and self.reduce_dtype == "fp16":
@@ -78,7 +64,6 @@ class Plan(PlanKeys):
             "accumulate_reduced = true": self.accumulate_reduced,
             "offload_update = 'host'": bool(self.offload_states) and self.offload_update == "host",
             "owned": bool(self.owned),
-            "capture = 'on'": self.captures,
         }
         return next((setting for setting, holds in settings.items() if holds), "")
 
@@ -115,58 +100,13 @@ class Plan(PlanKeys):
 
     @property
     def captures(self) -> bool:
-        """Whether every step is a CUDA graph. Under `auto` this is only known when steps run."""
-        return self.capture == "on"
-
-    @property
-    def may_capture_steps(self) -> bool:
-        """Whether whole steps may be CUDA graphs, on a device that has them."""
-        return self.capture in ("auto", "on")
-
-    @property
-    def may_capture_units(self) -> bool:
         """Whether units may be CUDA graphs, on a device that has them.
 
         Not where copies of activations run between their kernels, or where updates inside backward read gradients, that
         may lie in the memory of graphs, while the next one runs.
         """
-        return self.capture != "off" and not self.offload_activations and not self.updates_in_backward
-
-    @property
-    def captures_units(self) -> bool:
-        """Whether units are CUDA graphs."""
-        return self.capture == "units" and self.may_capture_units
-
-    @property
-    def may_have_pools(self) -> bool:
-        """Whether CUDA graphs may have pools of memory, in which the allocator's segments do not expand."""
-        may_capture = self.may_capture_units or (self.may_capture_steps and not self.why_not_captured())
-        return may_capture and LIMITS[self.engine].has("capture")
-
-    def _capture_hindrance(self) -> str:
-        settings = {
-            "dynamic = true": self.dynamic,
-            "offload_update = 'host'": bool(self.offload_states) and self.offload_update == "host",
-            "precision = 'fp16'": self.precision == "fp16",
-        }
-        return next((setting for setting, holds in settings.items() if holds), "")
-
-    def why_not_captured(self) -> str:
-        """Return why `auto` captures no step of this plan with any model; "" if it may."""
-        hindrance = self._capture_hindrance()
-        if hindrance:
-            return f"with {hindrance} a step waits for the device"
-        if self.updates_in_backward:
-            return _NOT_UNDONE
-        if self.offload_states and not self.captures:
-            return "units are, so that updates of states in host memory overlap the next forward"
-        if self.offload_activations and not self.captures:
-            return "offload_activations"
-        if self.owned:
-            return _OWNED_MOVE
-        if self.uncaptured:
-            return "units are uncaptured"
-        return "" if self.collectives == "backend" else f"collectives = {self.collectives!r}"
+        may_capture = self.capture == "auto" and LIMITS[self.engine].has_graphs
+        return may_capture and not self.offload_activations and not self.updates_in_backward
 
     def _repr_html_(self) -> str:
         """Return the settings that differ from a plan without any, as a table for notebooks."""
@@ -214,7 +154,7 @@ class Plan(PlanKeys):
 
     def may_capture(self, unit_name: str) -> bool:
         """Return whether a unit may be a CUDA graph."""
-        return self.may_capture_units and not any(fnmatchcase(unit_name, pattern) for pattern in self.uncaptured)
+        return self.captures and not any(fnmatchcase(unit_name, pattern) for pattern in self.uncaptured)
 
     def keeps_fp32(self, path: str) -> bool:
         """Return whether the parameter or module at a path lies in a module that `keep_fp32` names."""

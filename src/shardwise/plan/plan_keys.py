@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from shardwise.files.form import Form, one_of, whole
+from shardwise.files.form import Form, WrongForm, one_of, whole
 from shardwise.files.keys import key
 from shardwise.plan.limits import LIMITS
 from shardwise.plan.mesh import Mesh
@@ -12,11 +13,23 @@ from shardwise.plan.placement import AUTO, OVERRIDE, STRATEGY, Placement
 from shardwise.plan.policy import POLICY
 
 _RECOMPUTES = ("none", "full", "selective")
-_CAPTURE_WORD = one_of(("auto", "on", "units", "off"))
+_CAPTURES = ("auto", "off")
+# Plans of earlier versions: the first has the same meaning, whole steps are no longer graphs.
+_UNITS, _STEPS = ("units",), ("on", True)
+
+
+def _read_capture(value: Any, path: str) -> str:
+    if value in _STEPS:
+        raise WrongForm(
+            f"{path} = {value!r} is gone: {path} = 'auto' runs units as CUDA graphs in any loop, nothing else is needed"
+        )
+    return "auto" if value in _UNITS else value or "off"
+
+
 _CAPTURE = Form(
-    words=_CAPTURE_WORD.words,
-    fits=lambda value: isinstance(value, bool) or _CAPTURE_WORD.fits(value),
-    read=lambda value, path: {True: "on", False: "off"}.get(value, value),
+    words=one_of(_CAPTURES).words,
+    fits=lambda value: isinstance(value, bool | str) and value in (*_CAPTURES, *_UNITS, *_STEPS, False),
+    read=_read_capture,
 )
 
 
@@ -135,17 +148,15 @@ class PlanKeys:
         "inductor, with which results differ by rounding; any other plan does not compile",
         choices=("none", "inductor", "aot_eager", AUTO),
     )
-    capture: str | bool = key(
+    capture: str = key(
         "auto",
-        "whole steps (shardwise.step, shardwise.capture, train), or the units of an ordinary loop, run as CUDA graphs: "
-        "where that is safe and faster (auto), always as whole steps (on), units alone (units) or never (off). TOML "
-        "may also say true or false",
+        "units run as CUDA graphs, in any loop: where that is safe and faster (auto), or never (off)",
         form=_CAPTURE,
     )
     uncaptured: tuple[str, ...] = key(
         (),
         "units (`blocks.3`) whose forward does something in Python at every call that a CUDA graph would leave out, "
-        "such as counting: they are in no graph, and so whole steps are not captured",
+        "such as counting: they are in no graph",
         form=pattern_list("unit"),
     )
     engine: str = key(

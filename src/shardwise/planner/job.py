@@ -57,6 +57,8 @@ class Job:
     fp8_traces: Mapping[tuple[str, str], StepTrace] = field(default_factory=dict)
     # Whether an engine runs it, or an ordinary loop on one device.
     is_wrapped: bool = True
+    # Whether the units that may be CUDA graphs are; under capture = 'auto' only the run decides.
+    as_graphs: bool = False
     # By the id of the stream; shared by the jobs of a model.
     known_peaks: dict[int, StreamPeak] = field(default_factory=dict)
     _cuts: "dict[int, Job]" = field(default_factory=dict)
@@ -111,7 +113,7 @@ class Job:
     @cached_property
     def graph_units(self) -> frozenset[str]:
         """The units that are CUDA graphs."""
-        if not self.plan.captures_units:
+        if not self.as_graphs:
             return frozenset()
         units = (unit for unit in self.short.spec.units if unit.name != ROOT and not unit.from_root)
         return frozenset(unit.name for unit in units if self.plan.may_capture(unit.name))
@@ -317,16 +319,14 @@ class Job:
             weight = self.weight(name)
             totals["params"] += weight * states.params
             totals["optim"] += weight * states.optim
-            totals["other"] += weight * (states.buffers + sum(states.samples))
+            totals["other"] += weight * states.buffers
         totals["optim"] += sum(self.owned_moments)
         totals["other"] += self.rules.workspace_bytes + self._slot_bytes
         for name, num_bytes in self._memory().at_rest().items():
             totals[name] += num_bytes
         batch = self.spec.batch_bytes.line(self.spec.seq) if self.spec.batch_bytes is not None else Line(0, 0)
         lines = {name: Line(total, 0) for name, total in totals.items()}
-        # A CUDA graph reads a copy of the batch.
-        copies = 2 if self.plan.captures else 1
-        lines["activations"] = Line(copies * batch.const, copies * batch.per_sample)
+        lines["activations"] = Line(batch.const, batch.per_sample)
         return tuple(lines[name] for name in CATEGORIES)
 
     @property

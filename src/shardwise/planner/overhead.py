@@ -74,12 +74,6 @@ benchmarks/results/step_times_h200.json.
 fully_shard's `step` was fitted (3.5 ms) with a program that gathered the last unit once. One gather, wait and free were
 then subtracted by hand, not fitted again. No measured row is of shard_grad_op, which lacks that second gather."""
 
-CAPTURED = Overhead(gather=0.0, wait=0.0, free=0.0, take=0.0, reduce=0.0, deliver=0.0, step=0.0)
-"""The overhead of a step that is one CUDA graph."""
-
-GRAPH_LAUNCH_SECONDS = 20e-6
-"""The launch of a captured step of any size."""
-
 UNIT_GRAPH_SECONDS = 110e-6
 """CPU seconds of the forward or the backward of a unit that is a CUDA graph, on the reference host: its inputs are
 compared with those that were recorded, its outputs are given to autograd."""

@@ -55,10 +55,6 @@ def with_owners(spec: ModelSpec, *, plan: Plan, optimizer: OptimizerRule) -> Pla
         return plan
     if not block_matrices(spec):
         raise InvalidModel(f"optimizer muon: {spec.name} has no matrix in a layer of a numbered block; use adamw")
-    if plan.captures:
-        raise InvalidPlan(
-            "optimizer muon with capture = 'on': its steps are not captured; set capture = 'auto' or 'off'"
-        )
     placements = {unit.name: plan.placement(unit.name) for unit in spec.units}
     refusal = LIMITS[plan.engine].why_not_call("muon", plan, placements=placements)
     if refusal is not None:

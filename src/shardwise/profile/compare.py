@@ -85,10 +85,18 @@ def predict(rehearsal: Rehearsal, *, spec_for: SpecFor) -> PredictedMemory:
 
 
 def predict_memory(
-    spec: ModelSpec, *, plan: Plan, num_ranks: int, batch: int, optimizer: str, device: str, expands: bool = False
+    spec: ModelSpec,
+    *,
+    plan: Plan,
+    num_ranks: int,
+    batch: int,
+    optimizer: str,
+    device: str,
+    expands: bool = False,
+    as_graphs: bool = False,
 ) -> PredictedMemory:
     """Predict the peak, and the peak of every row; `optimizer` is a name of planner/memory/states.py."""
-    whole = job_of(spec, plan=plan, num_ranks=num_ranks, optimizer=optimizer, device=device)
+    whole = job_of(spec, plan=plan, num_ranks=num_ranks, optimizer=optimizer, device=device, as_graphs=as_graphs)
     memory, job = estimate_job(whole, batch=batch, expands=expands), whole.cut(_UNCUT)
     found = row_peaks(job.memory_rows, at_rest=job.at_rest, batch=batch)
     return PredictedMemory(

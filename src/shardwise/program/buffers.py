@@ -15,11 +15,6 @@ from shardwise.spec import ROOT, TensorSpec, UnitSpec
 from shardwise.vocabulary.dtypes import BYTES_PER_ELEMENT, compute_dtype, has_gradients, master_dtype, reduce_dtype
 from shardwise.vocabulary.layout import ALIGNMENT, Layout, lay_out
 
-SAMPLED_EVERY = 61
-"""One in this many elements of a captured step's gradients is compared with an ordinary step's at intervals. A prime
-number, so that each column of a matrix is compared at some time."""
-
-
 _ROOM = 16
 """Parameters that are not fp8 share the buffer of those that are if they are at most one in this many elements: norms
 and biases do. Each of their elements then takes the place of several in the fp32 buffers."""

@@ -4,8 +4,7 @@ On a CPU a thread copies. On a GPU a stream of its own does. Where the device ha
 buffer there, which has the layout of the data file (generation.py), so that the host gets it in one piece:
 
     staged      the update waits for nothing; costs the time of a copy on the device
-    otherwise   the next update waits for the copies to the host; one that is part of a CUDA graph cannot, so that
-                everything waits for them
+    otherwise   the next update waits for the copies to the host
 """
 
 import threading
@@ -72,14 +71,12 @@ class Copier:
         sources: Sequence[CopySource],
         *,
         memory: Tensor,
-        captured: bool,
         numbers: Iterable[tuple[Tensor, Tensor]] = (),
     ) -> Copying:
         """Begin to copy.
 
-        memory     the data file
-        captured   updates are part of CUDA graphs, which cannot wait for a copy
-        numbers    (host, device): small tensors that are copied as well
+        memory    the data file
+        numbers   (host, device): small tensors that are copied as well
         """
         on_device = [source for source in sources if source.elements.is_cuda]
         on_host = [source for source in sources if not source.elements.is_cuda]
@@ -96,7 +93,7 @@ class Copier:
         if staging is not None:
             copying = _Staged(on_device, memory=memory, staging=staging, stream=self._stream, numbers=numbers)
             return _Both(host, copying)
-        straight = _Straight(on_device, memory=memory, stream=self._stream, captured=captured, numbers=numbers)
+        straight = _Straight(on_device, memory=memory, stream=self._stream, numbers=numbers)
         return _Both(host, straight)
 
     def _room(self, num_bytes: int, *, device: torch.device) -> Tensor | None:
@@ -183,10 +180,9 @@ class _Straight:
         *,
         memory: Tensor,
         stream: torch.cuda.Stream,
-        captured: bool,
         numbers: Iterable[tuple[Tensor, Tensor]],
     ) -> None:
-        self._device, self._captured = stream.device, captured
+        self._device = stream.device
         current = torch.cuda.current_stream(self._device)
         # Kept until the copies are made: the allocator would give their memory to the next step.
         self._held = [source.elements.clone() if source.early else source.elements for source in sources]
@@ -199,8 +195,6 @@ class _Straight:
             for target, number in self._numbers:
                 target.copy_(number, non_blocking=True)
         self._copied = stream.record_event(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
-        if captured:
-            current.wait_event(self._copied)
 
     def finish(self) -> None:
         self._copied.synchronize()
@@ -212,7 +206,7 @@ class _Straight:
 
     def lost_seconds(self, step_seconds: float) -> float:
         seconds = float(self._begun.elapsed_time(self._copied)) / 1000
-        return seconds if self._captured else max(0.0, seconds - step_seconds)
+        return max(0.0, seconds - step_seconds)
 
 
 class _Both:

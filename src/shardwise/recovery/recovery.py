@@ -154,7 +154,7 @@ class Recovery:
                 check_finite=False,
                 late=late,
             )
-            self._snapshots.begin(taken, late=late, captured=state.replays_updates(model))
+            self._snapshots.begin(taken, late=late)
         self._stalled(time.perf_counter() - begun - self._snapshots.reserve_seconds)
         self._cadence.stalled(self._snapshots.reserve_seconds)
 

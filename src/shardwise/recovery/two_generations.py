@@ -54,7 +54,7 @@ class Snapshots:
         # Of the last snapshot: seconds to make its files, CPU seconds of its thread, seconds until it was whole.
         self.reserve_seconds = self.thread_seconds = self.copy_seconds = 0.0
 
-    def begin(self, taken: StateSnapshot, *, late: LateNumbers, captured: bool = False) -> None:
+    def begin(self, taken: StateSnapshot, *, late: LateNumbers) -> None:
         """Begin to copy the state; raises NoRoom if it does not fit into the file system. See `snapshot` for `late`."""
         self.join()
         begun = time.perf_counter()
@@ -82,7 +82,7 @@ class Snapshots:
             )
             for piece, stored in zip(taken.pieces, pieces, strict=True)
         ]
-        self._copying = self._copier.begin(sources, memory=file.memory, captured=captured, numbers=late.copies())
+        self._copying = self._copier.begin(sources, memory=file.memory, numbers=late.copies())
         name = RecordName(
             step=taken.contents.step, start=self._start, rank=self._rank, num_ranks=self._num_ranks, kind=OWN
         )

@@ -1,8 +1,7 @@
 """torch's own engines by the protocol."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shardwise.engine.prepared.uneven import summed
-from shardwise.engine.protocol import Batch, Step, Tell, TrainingEngine
+from shardwise.engine.protocol import Batch, TrainingEngine
 from shardwise.plan import Plan
 from shardwise.torch_engine import full_state
 from shardwise.torch_engine.plain_model import PlainModel
@@ -34,18 +33,6 @@ class TorchEngine(PlainModel, TrainingEngine):
 
     def fixed_by(self, model: nn.Module, plan: Plan) -> str:
         return "torch's engine"
-
-    def capture(
-        self,
-        step: Step,
-        model: nn.Module,
-        optimizer: Optimizer,
-        *,
-        functions: Sequence[Callable[..., Any]] = (),
-        tell: Tell | None = None,
-    ) -> Step:
-        """Return the step as it is: a plan with engine = 'torch' captures nothing."""
-        return step
 
     @contextmanager
     def accumulate(self, model: nn.Module, *, enabled: bool = True) -> Iterator[None]:

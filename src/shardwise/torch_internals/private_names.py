@@ -148,7 +148,7 @@ PRIVATE = {
     "lowerings": Private("torch._inductor.lowering:lowerings", "knows the kernels that Inductor writes"),
     # Allocators, captures and profiles. The names with _cuda_ are those of a CUDA build.
     "begin_allocate_stream_to_pool": Private(
-        "torch._C:_cuda_beginAllocateCurrentStreamToPool", "runs ordinary steps in the memory of captured ones"
+        "torch._C:_cuda_beginAllocateCurrentStreamToPool", "allocates in the memory of graphs"
     ),
     "begin_allocate_thread_to_pool": Private(
         "torch._C:_cuda_beginAllocateCurrentThreadToPool", "gives full parameters of units fixed addresses"
@@ -157,9 +157,6 @@ PRIVATE = {
     "release_pool": Private("torch._C:_cuda_releasePool", "leaves a pool of memory"),
     "set_allocator_settings": Private(
         "torch._C:_accelerator_setAllocatorSettings", "keeps expandable segments out of a pool of memory"
-    ),
-    "is_stream_capturing": Private(
-        "torch.cuda.graphs:_cuda_isCurrentStreamCapturing", "runs a captured model's code as in an ordinary step"
     ),
     "record_memory_history": Private(
         "torch.cuda.memory:_record_memory_history",

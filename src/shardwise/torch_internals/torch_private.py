@@ -165,7 +165,6 @@ if TYPE_CHECKING:
     end_allocate_to_pool = torch._C._cuda_endAllocateToPool
     release_pool = torch._C._cuda_releasePool
     set_allocator_settings = torch._C._accelerator_setAllocatorSettings
-    is_stream_capturing: Callable[[], bool]
     record_memory_history = torch.cuda.memory._record_memory_history
     memory_snapshot = torch.cuda.memory._snapshot
     parse_kineto_results = torch.autograd.profiler.profile._parse_kineto_results

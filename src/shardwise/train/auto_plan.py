@@ -64,7 +64,7 @@ class ChosenPlan:
 
     @property
     def may_capture(self) -> bool:
-        return self.place.device.type == "cuda" and self.given.plan.may_capture_steps
+        return self.place.device.type == "cuda" and self.given.plan.captures
 
     def recorded(self, name: str) -> Any:
         """Return an entry of auto.json; None if there is none, and on other ranks than 0.
@@ -225,7 +225,7 @@ def limit_to_budget(chosen: ChosenPlan, *, held: ExitStack) -> None:
 
     torch's allocator keeps unused blocks while the device has room. Limited to the budget, it frees them before it
     asks for more, as the plan expects; a step that still needs more runs out of memory, as on a device of that size.
-    There is no limit if steps may be captured: their pool cannot free blocks, so fragmentation could end a run.
+    There is no limit if units may be CUDA graphs: their pool cannot free blocks, so fragmentation could end a run.
     """
     budget, device = chosen.given.auto.budget_bytes, chosen.place.device
     if budget is None or device.type != "cuda" or chosen.may_capture:

@@ -69,11 +69,6 @@ class TrainConfig:
                 f"plan.update = {self.plan.update!r}: gradients are used before their norm is known; set "
                 "train.clip_norm = 0 and train.nonfinite to stop or warn"
             )
-        if self.train.nonfinite == "skip" and self.plan.captures:
-            raise InvalidConfig(
-                "train.nonfinite = 'skip': a captured step cannot be skipped; "
-                "set it to stop or warn, or plan.capture = 'auto' or 'off'"
-            )
 
     @property
     def folder(self) -> Path:

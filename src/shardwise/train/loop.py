@@ -4,11 +4,11 @@ from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
 
-from shardwise.engine.graphs.compile_clock import CompileClock
 from shardwise.engine.protocol import find_engine
 from shardwise.engine.random_states import random_states
 from shardwise.launch.failure import during
 from shardwise.train.batches import tokens_per_sample
+from shardwise.train.compile_clock import CompileClock
 from shardwise.train.evaluation import evaluate
 from shardwise.train.learning_rate import lr_at
 from shardwise.train.metrics import MetricsRecorder, StepMetrics, Taken, Window
@@ -88,8 +88,6 @@ def take_step(training: Training) -> Taken:
     with CompileClock() as clock:
         loss, grad_norm = training.update(training, passes.weights, passes.batches)
     num_calls, num_replayed = (now - then for now, then in zip(_replayed_calls(training), before, strict=True))
-    take_report = getattr(training.update, "take_report", None)
-    captured, capture_note = (False, None) if take_report is None else take_report()
     tokens = tokens_per_sample(passes.batches[0])
     training.sampler.advance(passes.num_samples)
     return Taken(
@@ -102,8 +100,6 @@ def take_step(training: Training) -> Taken:
         loss=loss,
         grad_norm=grad_norm,
         compile_seconds=clock.seconds if clock.num_compiles else None,
-        captured=captured,
-        capture_note=capture_note,
         replayed_share=num_replayed / num_calls if num_calls else None,
     )
 

@@ -114,7 +114,7 @@ class _Probe:
         return peak.num_bytes - sum(buffer.nbytes for buffer in model.buffers())
 
     def _empty_cache(self) -> None:
-        """Free the allocator's unused blocks, for the next plan and for the pool of captured steps."""
+        """Free the allocator's unused blocks, for the next plan and for the pool of CUDA graphs."""
         if self.training.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.training.device)

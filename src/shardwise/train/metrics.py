@@ -42,7 +42,6 @@ class StepMetrics:
     peak_bytes      the most that this rank has held: GPU memory (cuda) or memory of its process (rss), see peak_of
     evaluation      metrics after this step, if it was evaluated
     compile_seconds share of torch.compile in this step on this rank; None if it compiled nothing
-    captured        whether the step was a replay of CUDA graphs; capture_note: decisions on capturing in this step
     replayed_share  share of the calls of units that were replays of graphs; None without unit graphs
     host_bytes      memory of this rank's snapshots, and of the copies that it keeps for others; None without snapshots
     """
@@ -62,8 +61,6 @@ class StepMetrics:
     num_ranks: int
     evaluation: Mapping[str, float] | None = None
     compile_seconds: float | None = None
-    captured: bool = False
-    capture_note: str | None = None
     replayed_share: float | None = None
     host_bytes: Mapping[str, int] | None = None
 
@@ -91,8 +88,6 @@ class Taken:
     loss: Tensor
     grad_norm: Tensor | None
     compile_seconds: float | None = None
-    captured: bool = False
-    capture_note: str | None = None
     replayed_share: float | None = None
 
 
@@ -147,8 +142,6 @@ class Window:
                 peak_of=peak_of,
                 num_ranks=self._num_ranks,
                 compile_seconds=step.compile_seconds,
-                captured=step.captured,
-                capture_note=step.capture_note,
                 replayed_share=step.replayed_share,
             )
             for step, loss, norm in zip(taken, means, norms, strict=True)

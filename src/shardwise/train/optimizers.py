@@ -51,7 +51,7 @@ def _groups(trained: list[nn.Parameter], section: OptimizerSection) -> list[dict
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
-            # A captured step reads the rate from this tensor.
+            # Kernels read the rate from this tensor.
             group["lr"].fill_(lr)
         else:
             group["lr"] = lr

@@ -72,8 +72,6 @@ def _say_notes(console: Console, steps: Sequence[StepMetrics]) -> None:
     for step in steps:
         if step.compile_seconds is not None:
             say(console, f"step {step.step}  torch.compile took {seconds_text(step.compile_seconds)} of it")
-        if step.capture_note:
-            say(console, f"step {step.step}  {step.capture_note}")
 
 
 def _say_evaluation(console: Console, metrics: StepMetrics, *, heading: str) -> None:

@@ -25,7 +25,7 @@ from shardwise.train.config import TrainConfig
 from shardwise.train.optimizers import make_optimizer
 from shardwise.train.randomness import seed_everything
 from shardwise.train.training_state import Training, Update
-from shardwise.train.update import CapturedUpdate
+from shardwise.train.update import update
 
 
 class Ready(Protocol):
@@ -56,7 +56,7 @@ def by_plan(
         compare_every=config.train.compare_every,
         weights=weights,
     )
-    return model, optimizer, CapturedUpdate()
+    return model, optimizer, update
 
 
 def set_up(config: TrainConfig, *, place: Place, by: Ready = by_plan) -> Training:

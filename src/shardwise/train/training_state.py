@@ -24,7 +24,7 @@ class Training:
     """The state of a training on this rank.
 
     step        the last step taken; `num_steps`: the last one to take
-    update      takes a step: `update`, or a wrapper that captures it
+    update      takes a step: `update`, or that of another engine
     nonfinite   the source of a NaN or Inf in the steps that were not read yet
     recovery    keeps snapshots in memory, if the config asks for them
     tell        shows a line to the user, on rank 0

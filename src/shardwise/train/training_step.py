@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.engine.optimizer.scaler import GradScaler
-from shardwise.engines import accumulate, capture, clip_grad_norm_
+from shardwise.engine.protocol import require_engine
+from shardwise.engines import accumulate, clip_grad_norm_
 from shardwise.errors import InvalidData
 
 Pass = Callable[[], Tensor]
@@ -64,7 +65,6 @@ class TrainStep:
     """What `step` returns: a step as one call.
 
     grad_norm   of the last step, before clipping; None if it is not computed
-    captured    whether the last step was a replay of CUDA graphs
     """
 
     def __init__(self, take: Callable[..., tuple[Tensor, Tensor | None]]) -> None:
@@ -77,11 +77,6 @@ class TrainStep:
         loss, self.grad_norm = self._take(*batches)
         return loss
 
-    @property
-    def captured(self) -> bool:
-        report = getattr(self._take, "report", None)
-        return report is not None and report.captured
-
 
 def step(
     model: nn.Module,
@@ -90,22 +85,21 @@ def step(
     *,
     max_norm: float | None = None,
     scaler: GradScaler | None = None,
-    tell: Callable[[str], None] | None = None,
 ) -> TrainStep:
-    """Return a whole training step of a prepared model as one call. Collective: every rank calls it.
+    """Return a training step of a prepared model as one call.
 
         step = shardwise.step(model, optimizer, lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"]))
         for batch in batches:
             loss = step(batch)
 
-    It runs forward, `loss_fn(model, batch)`, backward, optimizer.step() and zero_grad(), captured as the plan's
-    `capture` says (see `capture`). The returned loss is this rank's own, detached and on its device; the call does not
-    wait for it. `step(first, second)` accumulates: one pass per batch, one update by the mean of their losses.
+    It runs forward, `loss_fn(model, batch)`, backward, optimizer.step() and zero_grad(). The returned loss is this
+    rank's own, detached and on its device; the call does not wait for it. `step(first, second)` accumulates: one pass
+    per batch, one update by the mean of their losses.
 
     max_norm   gradients are clipped to it; `step.grad_norm` is the norm before clipping
     scaler     a shardwise.GradScaler, for precision = 'fp16'
-    tell       is called on rank 0 with a line for each decision (default: a warning)
     """
+    require_engine(model)
     scaling = scaler if scaler is not None else GradScaler(enabled=False)
 
     def take(*batches: Any) -> tuple[Tensor, Tensor | None]:
@@ -113,7 +107,7 @@ def step(
         losses, grad_norm = run_step(model, optimizer, passes, scaler=scaling, max_norm=max_norm)
         return sum(losses[1:], start=losses[0]), grad_norm
 
-    return TrainStep(capture(take, model, optimizer, functions=(loss_fn,), tell=tell))
+    return TrainStep(take)
 
 
 def _mean_part(loss_fn: Callable[[nn.Module, Any], Tensor], model: nn.Module, batch: Any, num_passes: int) -> Tensor:

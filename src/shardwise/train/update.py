@@ -1,7 +1,6 @@
-"""One optimizer step of a training on this rank: its batches and passes; the update, ordinary or as CUDA graphs."""
+"""One optimizer step of a training on this rank: its batches and passes, and the update."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -9,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.engines import capture
 from shardwise.train.batches import samples_seen, to_device
 from shardwise.train.nonfinite import FirstNonFinite, find_first_nonfinite
 from shardwise.train.training_state import Training
@@ -31,15 +29,12 @@ def next_passes(training: Training) -> StepPasses:
     share = sharing.share(samples_seen(training.sampler))
     assert share is not None
     batches = [next(training.batches) for _ in share.counts]
-    if training.config.plan.may_capture_steps and training.device.type == "cuda":
-        # The inputs of a graph are copied from device to device; an ordinary pass copies its own batch.
-        batches = to_device(batches, training.device)
     weights = tuple(share.weight(count, num_ranks=sharing.num_ranks) for count in share.counts)
     return StepPasses(weights=weights, batches=batches, num_samples=share.num_samples)
 
 
 def update(training: Training, weights: tuple[float, ...], batches: list[Any]) -> tuple[Tensor, Tensor | None]:
-    """Take an ordinary step; the update is left out if train.nonfinite says so."""
+    """Take a step; the update is left out if train.nonfinite says so."""
     policy, clip_norm = training.config.train.nonfinite, training.config.train.clip_norm
     # With fp16 the scaler skips steps itself.
     skips = policy == "skip" and not training.scaler.is_enabled()
@@ -85,33 +80,3 @@ def _find_first_nonfinite(training: Training, passes: list[Pass], batches: list[
         device=training.device,
         run_again=partial(run_passes, training.model, passes, scaler=training.scaler),
     )
-
-
-class CapturedUpdate:
-    """`update` as CUDA graphs, where the plan and the device allow it. It collects the decisions for the metrics."""
-
-    def __init__(self) -> None:
-        self._notes: list[str] = []
-        self._step: Callable[..., tuple[Tensor, Tensor | None]] | None = None
-
-    def __call__(
-        self, training: Training, weights: tuple[float, ...], batches: list[Any]
-    ) -> tuple[Tensor, Tensor | None]:
-        if self._step is None:
-            self._step = self._captured(training)
-        return self._step(weights, batches)
-
-    def _captured(self, training: Training) -> Callable[..., tuple[Tensor, Tensor | None]]:
-        step, config = partial(update, training), training.config
-        if config.train.nonfinite == "skip" and config.plan.capture == "auto" and training.device.type == "cuda":
-            self._notes.append("capture: ordinary steps, not captured: train.nonfinite = 'skip' reads the norm in each")
-            return step
-        functions = (training.task.loss,)
-        return capture(step, training.model, training.optimizer, functions=functions, tell=self._notes.append)
-
-    def take_report(self) -> tuple[bool, str | None]:
-        """Return whether the last step was replayed, and the decisions since the last report."""
-        report = getattr(self._step, "report", None)
-        notes = "; ".join(self._notes)
-        self._notes.clear()
-        return bool(report and report.captured), notes or None

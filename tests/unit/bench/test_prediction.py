@@ -94,7 +94,7 @@ class TestForecast:
 
     def test_a_step_that_clips_has_it_in_its_time(self) -> None:
         unclipped = replace(CONFIG, train=replace(CONFIG.train, clip_norm=0.0))
-        plan = replace(CONFIG.plan, capture=True)
+        plan = replace(CONFIG.plan, capture="auto")
         one, other = (forecast_of(c, cluster=here(), device="cuda").of(plan) for c in (CONFIG, unclipped))
         assert "clip" in {name for _, name, _, _ in one.spans}
         assert "clip" not in {name for _, name, _, _ in other.spans}

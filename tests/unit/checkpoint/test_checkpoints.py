@@ -115,7 +115,7 @@ def test_what_is_written_is_the_state_at_the_save_however_training_goes_on(tmp_p
 
 
 def test_states_that_are_there_are_filled_where_they_are(tmp_path: Path) -> None:
-    """A step that was captured in a CUDA graph reads that memory and no other."""
+    """What was recorded in a CUDA graph reads that memory and no other."""
     model, optimizer = make(lr=torch.tensor(0.01), foreach=False)
     train(model, optimizer)
     checkpoints = Checkpoints(tmp_path)

@@ -28,7 +28,6 @@ def test_what_an_engine_can_leave_is_what_a_plan_has_by_default() -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"capture": True}, "capture = 'on' with engine = 'torch': only engine = 'shardwise' can capture a step"),
         (
             {"collectives": "ring"},
             "collectives = 'ring' with engine = 'torch': torch's engine uses collectives = 'backend'",

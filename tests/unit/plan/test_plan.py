@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plans import bad_plan_files, plans
 
+import shardwise
 from shardwise.errors import InvalidPlan
 from shardwise.plan import Plan, as_plan
 from shardwise.plan.mesh import Mesh
@@ -109,12 +110,7 @@ def test_equal_policies_in_other_words_make_equal_plans() -> None:
         {"overrides": {"a": 3}},
         {"overrides": {3: "ddp"}},
         {"capture": 1},
-        {"engine": "torch", "capture": True},
-        {"capture": True, "dynamic": True},
-        {"capture": True, "offload_states": True, "offload_update": "host"},
-        {"capture": True, "update": "backward"},
-        {"capture": True, "precision": "fp16"},
-        {"capture": True, "owned": ("*",)},
+        {"capture": ("auto",)},
         {"offload_states": True, "owned": ("*",)},
         {"engine": "torch", "collectives": "ring"},
     ],
@@ -180,6 +176,7 @@ def test_what_lies_in_a_module_that_is_kept_in_fp32_is_kept() -> None:
     [
         ({}, "01"),
         ({"capture": "off"}, ""),
+        ({"engine": "torch"}, ""),
         ({"uncaptured": ["blocks.0"]}, "1"),
         ({"offload_states": True}, "01"),
         ({"offload_activations": ["blocks.0"]}, ""),
@@ -187,6 +184,23 @@ def test_what_lies_in_a_module_that_is_kept_in_fp32_is_kept() -> None:
     ],
 )
 def test_units_are_graphs_where_nothing_runs_between_their_kernels(settings: dict[str, object], blocks: str) -> None:
-    plan = Plan(**{"strategy": "fsdp", "capture": "units", **settings})  # type: ignore[arg-type]
+    plan = Plan(**{"strategy": "fsdp", **settings})  # type: ignore[arg-type]
     assert "".join(number for number in "01" if plan.may_capture(f"blocks.{number}")) == blocks
-    assert plan.captures_units == bool(blocks)
+    assert plan.captures == bool(blocks)
+
+
+def test_earlier_words_for_capture_mean_the_same_or_name_the_new_way(tmp_path: Path) -> None:
+    file = tmp_path / "plan.toml"
+    for word, meaning in (('"units"', "auto"), ("false", "off")):
+        file.write_text(f"capture = {word}\n")
+        assert Plan.load(file).capture == meaning
+    for word, shown in (('"on"', "'on'"), ("true", "True")):
+        file.write_text(f"capture = {word}\n")
+        with pytest.raises(InvalidPlan) as caught:
+            Plan.load(file)
+        assert str(caught.value) == (
+            f"{file}: capture = {shown} is gone: capture = 'auto' runs units as CUDA graphs in any loop, "
+            "nothing else is needed"
+        )
+    with pytest.raises(InvalidPlan, match="shardwise.capture is gone: units run as CUDA graphs in any loop"):
+        shardwise.capture  # noqa: B018

@@ -109,19 +109,12 @@ def test_tensorboard_holds_the_same_numbers(tmp_path: Path) -> None:
     assert [event.value for event in events.Scalars("evaluation/accuracy")] == [0.75]
 
 
-def test_what_was_captured_and_why_not_is_in_the_lines_and_on_the_console(tmp_path: Path) -> None:
-    note = "capture: ordinary steps, not captured: model.calls changes in Python in each step"
-    steps = [metrics(3), metrics(4, capture_note=note, replayed_share=0.75), metrics(5, captured=True)]
+def test_the_share_of_replayed_calls_is_in_the_lines(tmp_path: Path) -> None:
     file = JsonLines(tmp_path / "metrics.jsonl", last_step=0)
-    file.write(steps)
+    file.write([metrics(3), metrics(4, replayed_share=0.75)])
     file.close()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [(row["captured"], row["capture_note"]) for row in rows] == [(False, None), (False, note), (True, None)]
-    assert [row["replayed_share"] for row in rows] == [None, 0.75, None]
-    out = StringIO()
-    PlainLines(Console(file=out, width=60), first_step=0, num_steps=9).write(steps)
-    assert "torch.compile" not in out.getvalue()
-    assert f"step 4  {note}\n" in out.getvalue()
+    assert [row["replayed_share"] for row in rows] == [None, 0.75]
 
 
 def test_what_compiling_took_is_in_the_line_of_its_step_and_on_the_console(tmp_path: Path) -> None:

@@ -219,24 +219,6 @@ class ActivationOffload:
                 self.lane.wait(event)
                 del self._incoming[key]
 
-    # Steps as graphs
-
-    def join(self) -> None:
-        """Let the computation wait for all copies, between two passes: those in flight are not needed any more."""
-        self.lane.join()
-        self.forget_recording()
-
-    def begin_recording(self) -> None:
-        self.lane.keep_memory()
-
-    def forget_recording(self) -> None:
-        self.lane.forget()
-        self._outgoing.clear()
-        self._incoming.clear()
-
-    def follow_replay(self) -> None:
-        """Its copies are a part of the graph."""
-
 
 class _Call:
     """One call of a unit, and the copies of its saved tensors. Autograd's saved tensors keep it alive."""

@@ -99,7 +99,7 @@ _nesting = _Nesting()
 
 @contextmanager
 def without_random_numbers() -> Iterator[None]:
-    """Do not save the random state: forwards in this block draw none, and during a capture it cannot be read."""
+    """Do not save the random state: forwards in this block draw none, and during a recording it cannot be read."""
     _nesting.draws_nothing = True
     try:
         yield

@@ -1,7 +1,6 @@
 """Wraps the forward of each unit as the plan says: tiles, compile, recompute, offload."""
 
 from collections.abc import Callable, Mapping
-from functools import partial
 
 import torch
 from torch import nn
@@ -11,7 +10,6 @@ from shardwise.engine.activations.offload import ActivationOffload, offload_unit
 from shardwise.engine.activations.recompute import recompute_unit
 from shardwise.engine.activations.saved import Kept
 from shardwise.engine.activations.tiled import tile_modules
-from shardwise.engine.core.host_states import WorkBeside
 from shardwise.engine.core.precision import torch_dtype
 from shardwise.engine.core.unit import Unit
 from shardwise.plan import Plan
@@ -19,7 +17,7 @@ from shardwise.vocabulary.dtypes import PRECISIONS
 
 
 def wrap_units(
-    model: nn.Module, *, units: Mapping[str, Unit], plan: Plan, device: torch.device, beside: list[WorkBeside]
+    model: nn.Module, *, units: Mapping[str, Unit], plan: Plan, device: torch.device
 ) -> list[Callable[[], None]]:
     """Wrap each unit's forward as the plan says; return the functions that undo it, to be called in reverse order."""
     undo: list[Callable[[], None]] = []
@@ -29,9 +27,6 @@ def wrap_units(
     # Inside of recomputation: a recomputation runs the compiled code again.
     undo += compile_units({name: unit.module for name, unit in units.items()}, plan=plan)
     offload = ActivationOffload(model, device=device) if plan.offload_activations else None
-    if offload is not None:
-        beside.append(offload)
-        undo.append(partial(beside.remove, offload))
     for name, unit in units.items():
         mode = plan.recompute_of(name)
         on_host = plan.has_activations_on_host(name) and not unit.from_root

@@ -85,7 +85,7 @@ def assemble(
 ) -> Core:
     """Make a model and its optimizers run a plan, by the core alone. The process group is there already.
 
-    `shardwise.prepare` does the same with everything around it: checks, guards, captured steps and so on.
+    `shardwise.prepare` does the same with everything around it: checks, guards, graphs of units and so on.
     """
     setting = CoreSetting(
         spec=model_spec(model, policy=plan.units),

@@ -3,7 +3,7 @@
 It listens to the model's hooks (program/hooks.py) and moves the cursor through the program (program/run.py), whose
 rows the executor does on tensors. Which program that is says followed_program.py.
 
-Guards, captured steps, changes of the plan and the functions for a prepared model use its methods, those of its parts,
+Guards, graphs of units, changes of the plan and the functions for a prepared model use its methods, those of its parts,
 and the events (step_events.py).
 """
 
@@ -283,15 +283,3 @@ class Core:
         PROGRESS.end_step()
         torch.autograd.graph.increment_version([p for unit in self.units.values() for p in unit.without(others)])
         announce(self.setting.events.values_written)
-
-    def abandon_captured(self) -> None:
-        """Stand as before a step that broke off while it was captured, of which nothing was computed.
-
-        Collectives that were captured never run, so nothing may wait for them; what was gathered lies in a graph's
-        memory. Parameters and optimizer state were not touched: a replay would have computed their update.
-        """
-        for unit in self.units.values():
-            unit.abandon()
-        self.executor.abandon()
-        self.hooks.close()
-        self.state = StepState()

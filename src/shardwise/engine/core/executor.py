@@ -198,9 +198,3 @@ class EngineExecutor:
         """Forget what a backward that raised has left under way, once it no longer writes."""
         for segment in self._segments:
             segment.drop()
-
-    def abandon(self) -> None:
-        """Forget what was captured: nothing that was issued ever runs."""
-        for segment in self._segments:
-            segment.abandon()
-        self.flags.abandon()

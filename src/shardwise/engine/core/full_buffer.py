@@ -123,10 +123,6 @@ class FullBuffer:
             self.gathering.wait()
             self.gathering = None
 
-    def abandon(self) -> None:
-        """Forget a gather that never runs."""
-        self.gathering = None
-
     def free(self) -> None:
         """Give its memory back; its views stay and come back to life with the next gather."""
         if self.gathering is not None:

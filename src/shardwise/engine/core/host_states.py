@@ -38,18 +38,7 @@ class HostMemory(Protocol):
 
 
 class WorkBeside(Protocol):
-    """Copies and updates that run while the device computes. Those who record a step as graphs call this.
+    """Updates that run while the device computes."""
 
-    join               lets the computation wait for all of it: a captured step begins, or one of its graphs ends
-    begin_recording    has what a recorded step uses ready, and nothing in flight
-    forget_recording   a recording ended or failed: events from its streams mean nothing now
-    follow_replay      a graph that contains the update was launched
-    """
-
-    def join(self) -> None: ...
-
-    def begin_recording(self) -> None: ...
-
-    def forget_recording(self) -> None: ...
-
-    def follow_replay(self) -> None: ...
+    def join(self) -> None:
+        """Let the computation wait for all of it."""

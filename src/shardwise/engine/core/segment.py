@@ -227,12 +227,6 @@ class Segment:
         if self.piece is not None:
             self.flats[0].grads.drop_pieces()
 
-    def abandon(self) -> None:
-        """Drop everything; a reduction never runs."""
-        self.work = None
-        self.holds = False
-        self.drop()
-
     def discard(self) -> None:
         """Give up the buffer. Gradients that somebody holds keep its memory."""
         self.buffer = self.own = self._kept = None

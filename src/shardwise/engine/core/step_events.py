@@ -1,10 +1,9 @@
 """The core's events: what happens in a step, for those that listen. Without listeners a step computes the same.
 
-Guards, captured steps and the like add functions to these lists; nothing in the core knows them.
+Guards, graphs of units and the like add functions to these lists; nothing in the core knows them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,15 +47,3 @@ def announce(event: Sequence[Callable[..., None]], *what: Any) -> None:
     """Call everything that listens to an event."""
     for hear in event:
         hear(*what)
-
-
-@contextmanager
-def heard_by(*pairs: tuple[list[Any], Callable[..., None]]) -> Iterator[None]:
-    """Add each function to its event, for the length of a block."""
-    for event, hear in pairs:
-        event.append(hear)
-    try:
-        yield
-    finally:
-        for event, hear in pairs:
-            event.remove(hear)

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from shardwise.comm.issued import CollectiveName
@@ -133,8 +132,6 @@ class Unit:
         for flat in self.flats:
             flat.full.wait()
         self.arrived = True
-        if self.flats and self.flats[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            _meet(self.flats[0].full.buffer)
         self._setting.tape.record(Kind.WAIT_GATHER, self.name)
 
     def wake(self) -> None:
@@ -208,16 +205,6 @@ class Unit:
                 "backward is over: return tensors, or tuples, dicts or dataclasses of them",
                 stacklevel=3,
             )
-
-    def abandon(self) -> None:
-        """Stand as before a step that was captured: nothing that it issued ever runs."""
-        for flat in self.flats:
-            flat.full.abandon()
-            flat.grads.discard()
-        self.used.clear()
-        # Replicated parameters still hold what they held.
-        self.arrived = self.whole
-        self.free()
 
     # The step
 
@@ -342,12 +329,3 @@ class Unit:
 
 def _full_bytes(flats: list[FlatParams]) -> int:
     return sum(flat.full.num_bytes for flat in flats)
-
-
-def _meet(gathered: Tensor) -> None:
-    """Launch a kernel where two streams of a graph meet.
-
-    Many products of matrices begin with a memset. In a graph one that follows on two streams starts some 60 µs late, in
-    each unit; a kernel does not.
-    """
-    gathered[:1] + 0

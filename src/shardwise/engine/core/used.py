@@ -64,10 +64,6 @@ class UsedFlags:
         self._rider = rider
         rider.flag = self.flags[:1]
 
-    def abandon(self) -> None:
-        """Forget a sum that is never computed."""
-        self.work = None
-
     def start(self, *, is_local: bool) -> None:
         """Sum the flags over the ranks; `is_local`: there is only one."""
         self._write()

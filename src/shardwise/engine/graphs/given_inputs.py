@@ -8,7 +8,7 @@ from torch import Tensor
 from shardwise.engine.core.inference_tensors import normal
 from shardwise.engine.core.parameters import unguarded
 from shardwise.engine.graphs.graph_device import GraphDevice
-from shardwise.engine.graphs.reads import NotCaptured
+from shardwise.engine.graphs.not_captured import NotCaptured
 from shardwise.engine.graphs.torch_modes import torch_modes
 from shardwise.engine.graphs.traced_graph import TracedGraph
 from shardwise.engine.graphs.traced_unit import TracedUnit

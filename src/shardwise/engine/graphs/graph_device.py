@@ -1,4 +1,4 @@
-"""Records and replays graphs on a CUDA device. Their memory comes from one pool (step_pool.py)."""
+"""Records and replays graphs on a CUDA device. Their memory comes from one pool (graph_pool.py)."""
 
 import warnings
 from collections.abc import Callable
@@ -8,14 +8,18 @@ import torch
 from torch import Tensor
 
 from shardwise.engine.activations.recompute import without_random_numbers
-from shardwise.engine.graphs.graph_fills import fill_by_kernels
-from shardwise.engine.graphs.reads import NotCaptured, in_one_line
+from shardwise.engine.graphs.graph_pool import GraphPool
+from shardwise.engine.graphs.not_captured import NotCaptured, in_one_line
 from shardwise.engine.graphs.static_place import StaticPlace, uninitialised
-from shardwise.engine.graphs.step_device import StepDevice
-from shardwise.engine.graphs.step_pool import StepPool
 from shardwise.vocabulary.collection import without_collection
 
 Result = TypeVar("Result")
+
+FULL = 0.1
+"""A device counts as full if less than this share of its memory is free."""
+
+# Memory that the driver uses for graphs.
+_GRAPH_BYTES = 256 * 2**20
 
 
 class Graph(Protocol):
@@ -48,8 +52,8 @@ class GraphDevice(Protocol):
     def is_on_host(self, tensor: Tensor) -> bool:
         """Return whether a tensor is in host memory, which graphs neither read nor write."""
 
-    def lacks_memory(self) -> str:
-        """Return why there is too little memory for more graphs; "" if there is enough."""
+    def has_room(self) -> bool:
+        """Return whether there is room for the driver's data of more graphs."""
 
     def free_share(self) -> float:
         """Return the share of the device's memory that is free."""
@@ -77,13 +81,11 @@ class CudaGraphs:
     """The GraphDevice of a GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = StepDevice(device)
-        self._generator = torch.cuda.default_generators[self._device.stream.device_index]
-        self._pool: StepPool | None = None
-        self.settle = self._device.settle
-        self.free_share = self._device.free_share
-        self.lacks_memory = self._device.lacks_memory
-        self.release_memory = self._device.release_memory
+        self._device = device
+        # Graphs are recorded on it.
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._generator = torch.cuda.default_generators[self._stream.device_index]
+        self._pool: GraphPool | None = None
 
     def random_state(self) -> tuple[int, int]:
         """Return the generator's seed, which may be set between a forward and its backward, and its offset."""
@@ -98,24 +100,40 @@ class CudaGraphs:
     def is_on_host(self, tensor: Tensor) -> bool:
         return tensor.device.type != "cuda"
 
+    def has_room(self) -> bool:
+        if torch.cuda.mem_get_info(self._device)[0] < _GRAPH_BYTES:
+            self.release_memory()
+        return torch.cuda.mem_get_info(self._device)[0] >= _GRAPH_BYTES
+
+    def free_share(self) -> float:
+        free_bytes, device_bytes = torch.cuda.mem_get_info(self._device)
+        return free_bytes / device_bytes
+
+    def settle(self) -> None:
+        torch.cuda.synchronize(self._device)
+
     def allocated_bytes(self) -> int:
-        return torch.cuda.memory_allocated(self._device.device)
+        return torch.cuda.memory_allocated(self._device)
 
     def reserved_bytes(self) -> int:
-        return torch.cuda.memory_reserved(self._device.device)
+        return torch.cuda.memory_reserved(self._device)
+
+    def release_memory(self) -> None:
+        self.settle()
+        torch.cuda.empty_cache()
 
     def begin_recordings(self, *, num_bytes: int) -> None:
         if self._pool is None:
-            self._pool = StepPool(self._device.stream)
+            self._pool = GraphPool(self._stream)
         if not num_bytes:
             return
-        self._device.release_memory()
+        self.release_memory()
         try:
             # Freed at once. Tensors of graphs are cut from it; in memory of many pieces they would leave gaps.
             self.allocate(num_bytes, dtype=torch.uint8)
         except torch.OutOfMemoryError:
             # Then in pieces.
-            self._device.release_memory()
+            self.release_memory()
 
     def renew(self) -> None:
         if self._pool is not None:
@@ -123,10 +141,10 @@ class CudaGraphs:
 
     def record(self, compute: Callable[[], Result]) -> tuple[Graph, Result]:
         assert self._pool is not None
-        graph: Any = torch.cuda.CUDAGraph(keep_graph=True)
+        graph: Any = torch.cuda.CUDAGraph()
         random_state = self._generator.clone_state()
-        stream = self._device.stream
-        stream.wait_stream(torch.cuda.current_stream(self._device.device))
+        stream = self._stream
+        stream.wait_stream(torch.cuda.current_stream(self._device))
         begun = False
         try:
             with (
@@ -148,9 +166,7 @@ class CudaGraphs:
                 graph.capture_end()
             # At its beginning a capture writes the seed and the offset of random numbers, on its stream. Replays set
             # them on the current one, which may still wait for other ranks, and must not be overtaken.
-            torch.cuda.current_stream(self._device.device).wait_stream(stream)
-            fill_by_kernels(graph)
-            graph.instantiate()
+            torch.cuda.current_stream(self._device).wait_stream(stream)
         except (NotCaptured, RuntimeError) as error:
             self._abort(graph, begun=begun)
             # After a failed capture the device's generator still waits for its end, and could not draw numbers.
@@ -167,7 +183,7 @@ class CudaGraphs:
         assert self._pool is not None
         if begun:
             try:
-                with torch.cuda.stream(self._device.stream):
+                with torch.cuda.stream(self._stream):
                     graph.capture_end()
             except RuntimeError:
                 # The error of the failed capture, again.
@@ -176,13 +192,8 @@ class CudaGraphs:
 
     def allocate(self, num_elements: int, *, dtype: torch.dtype) -> Tensor:
         assert self._pool is not None
-        # Blocks of a pool belong to a stream; those of graphs to the one on which they are recorded.
-        with torch.cuda.stream(self._device.stream):
-            self._pool.begin()
-            try:
-                return uninitialised((num_elements,), (1,), dtype=dtype, device=self._device.device)
-            finally:
-                self._pool.end()
+        with self._pool.filling():
+            return uninitialised((num_elements,), (1,), dtype=dtype, device=self._device)
 
     def place(self, tensor: Tensor) -> StaticPlace:
         return StaticPlace(_alias(tensor, keeper=self._pool), owner=tensor.detach())

@@ -18,7 +18,7 @@ from torch import Tensor
 from shardwise.engine.graphs.given_inputs import GivenInputs
 from shardwise.engine.graphs.graph_device import GraphDevice
 from shardwise.engine.graphs.handed_gradients import Edges, Handed, hand_over
-from shardwise.engine.graphs.reads import NotCaptured
+from shardwise.engine.graphs.not_captured import NotCaptured
 from shardwise.engine.graphs.recorded_call import Grads, RecordedCall
 from shardwise.engine.graphs.replayed_call import ReplayedCall
 from shardwise.engine.graphs.static_place import StaticPlace

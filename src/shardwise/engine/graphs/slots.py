@@ -11,7 +11,7 @@ from types import TracebackType
 import torch
 
 from shardwise.engine.core.unit import Unit
-from shardwise.engine.graphs.step_pool import fix_segments
+from shardwise.engine.graphs.graph_pool import fix_segments
 from shardwise.program import Kind, StepProgram
 from shardwise.torch_internals import torch_private
 

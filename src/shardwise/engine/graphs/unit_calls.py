@@ -11,8 +11,8 @@ from shardwise.engine.activations.recompute import checkpoint_of, saved_hooks
 from shardwise.engine.graphs.arena import Arenas, ObservedMemory
 from shardwise.engine.graphs.checkpointed_calls import CheckpointedCalls, saving_itself
 from shardwise.engine.graphs.given_inputs import GivenInputs, Refused
+from shardwise.engine.graphs.not_captured import NotCaptured
 from shardwise.engine.graphs.pass_form import is_special, why_untraceable
-from shardwise.engine.graphs.reads import NotCaptured
 from shardwise.engine.graphs.recorded_pass import RecordedPass
 from shardwise.engine.graphs.reports import Reports
 from shardwise.engine.graphs.traced_graph import Outputs, TracedGraph

@@ -31,13 +31,12 @@ from shardwise.engine.activations.recompute import replace_forward
 from shardwise.engine.core.core import Core
 from shardwise.engine.graphs.arena import Arena, Arenas, ObservedMemory
 from shardwise.engine.graphs.balance import Balance
-from shardwise.engine.graphs.graph_device import CudaGraphs, GraphDevice
+from shardwise.engine.graphs.graph_device import FULL, CudaGraphs, GraphDevice
+from shardwise.engine.graphs.graph_pool import why_no_pool
 from shardwise.engine.graphs.pass_form import num_elements, shapes_of
 from shardwise.engine.graphs.recorded_pass import RecordedPass
 from shardwise.engine.graphs.reports import Reports
 from shardwise.engine.graphs.slots import Slots
-from shardwise.engine.graphs.step_device import FULL
-from shardwise.engine.graphs.step_pool import why_no_pool
 from shardwise.engine.graphs.traced_unit import TracedUnit, traced_unit
 from shardwise.engine.graphs.tracer import Tracer
 from shardwise.engine.graphs.unit_calls import Mode, UnitCalls
@@ -81,11 +80,10 @@ class UnitGraphs:
         self.units: list[TracedUnit] = []
         self.calls = UnitCalls(self.arenas, reports=self._reports, release=self.release)
         self._tracers: dict[str, Tracer] = {}
-        self._paused = False
         # Whether gradients lie in the memory of graphs: as long as none is there when a pass begins.
         self._places_gradients = True
-        # Called before the first recording.
-        self._leave_memory: Callable[[], None] | None = self._move_states
+        # Whether the optimizer's state has moved, before the first recording.
+        self._moved_states = False
         self._inputs: tuple[Any, ...] = ()
         self._key: Any = None
         self._number = 0
@@ -151,21 +149,10 @@ class UnitGraphs:
         self._observed.clear()
         self._traced_all, self._num_traced = False, 0
         self._balance = Balance()
-        self._leave_memory = self._move_states
+        self._moved_states = False
         self._renewed.clear()
         for unit in self.units:
             unit.renew()
-
-    def pause(self) -> None:
-        """Run ordinary passes: whole steps are captured."""
-        self.release()
-        self._paused = True
-        self._leave_slots()
-
-    def resume(self, *, leave_memory: Callable[[], None]) -> None:
-        """Record units again; before the first recording, `leave_memory` frees what steps have used so far."""
-        self._paused = False
-        self._leave_memory = leave_memory
 
     def _move_states(self) -> None:
         """Free memory of ordinary steps that could not be given back while optimizer state lies in it."""
@@ -191,6 +178,8 @@ class UnitGraphs:
 
     def _begin(self, trains: bool, learned: bool) -> None:
         """Begin a pass, and decide how its units run."""
+        # There is one device. Its backward on a thread of its own waits twice per step for a core to wake up.
+        torch.autograd.set_multithreading_enabled(False)
         self._keep_gradients()
         self._end_recordings()
         self._note_pass()
@@ -198,7 +187,7 @@ class UnitGraphs:
         self._number += 1
         self.calls.mode, self.calls.recorded = Mode.ORDINARY, None
         self._key = key = (trains, inputs)
-        if self._paused or not learned or self._failures[key] >= _MOST_FAILURES:
+        if not learned or self._failures[key] >= _MOST_FAILURES:
             return
         self.arenas.note_kept()
         arena = self.arenas.free()
@@ -263,7 +252,7 @@ class UnitGraphs:
             is_new = self.calls.num_new or (len(self._seen) > 1 and len(self._observed) == 1)
             self._traced_all = not is_new or self._num_traced >= _MOST_TRACED
         self.calls.num_new = 0
-        if self.calls.mode in (Mode.ORDINARY, Mode.TRACED) and not self._paused:
+        if self.calls.mode in (Mode.ORDINARY, Mode.TRACED):
             reserved_bytes = self.arenas.all[0].device.reserved_bytes()
             self._balance.note_ordinary(self._key, reserved_bytes, holds_graphs=self.arenas.hold_graphs)
 
@@ -301,18 +290,18 @@ class UnitGraphs:
         arena = self.arenas.free_or_new()
         if arena is None:
             return
-        if arena.device.lacks_memory():
+        if not arena.device.has_room():
             self._fail(key)
             return
         trains, size = key[0], num_elements(key[1])
         if arena.passes and size > arena.room:
             arena = self.arenas.drop(arena)
-        if self._leave_memory is not None:
+        if not self._moved_states:
             # An update of states in host memory may still count its step.
             for beside in self._core.setting.beside:
                 beside.join()
-            self._leave_memory()
-            self._leave_memory = None
+            self._move_states()
+            self._moved_states = True
         largest = max(size, self._balance.most_elements) if trains else size
         recorded = arena.begin_recording(self._observed[key], trains=trains, size=size, largest=largest)
         recorded.is_warm = self._seen[key] > 1
@@ -360,7 +349,7 @@ class UnitGraphs:
 def unit_graphs_of(core: Core, *, optimizers: Iterable[Optimizer]) -> UnitGraphs | None:
     """Return the graphs of a model's units; None if its plan, its device or its environment does without."""
     plan, device = core.followed.plan, core.setting.device
-    if device.type != "cuda" or not plan.may_capture_units or capture_is_off() or why_no_pool():
+    if device.type != "cuda" or not plan.captures or capture_is_off() or why_no_pool():
         return None
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     tell: Tell = (lambda line: warnings.warn(line, stacklevel=2)) if is_first else lambda line: None

@@ -111,7 +111,7 @@ def warn_hardly_cut(spec: ModelSpec, *, plan: Plan, mesh: Mesh) -> None:
 def advise_on_segments(plan: Plan, *, spec: ModelSpec, mesh: Mesh, device: torch.device) -> None:
     """Advise, on rank 0, to let the allocator's segments expand where GPUs shard without CUDA graphs."""
     is_sharded = mesh.shard > 1 and any(plan.placement(unit.name).optim is SHARDED for unit in spec.units)
-    settings = allocator_settings() if device.type == "cuda" and not plan.may_have_pools else {}
+    settings = allocator_settings() if device.type == "cuda" and not plan.captures else {}
     if is_sharded and settings and dist.get_rank() == 0:
         _tell_once(" ".join(f"{name}={value}" for name, value in settings.items()))
 

@@ -85,9 +85,6 @@ class Replicas:
     @torch.no_grad()
     def compare(self) -> None:
         """Raise, naming the ranks and the parameter, if ranks hold different bits. Collective."""
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            # A capture computes nothing.
-            return
         everyone = exchange(bit_sums([replica.buffer for replica in self._replicas]))
         for number, replica in enumerate(self._replicas):
             found = self._differing([sums[number] for sums in everyone], sharded=replica.sharded)

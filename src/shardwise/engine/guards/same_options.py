@@ -1,7 +1,7 @@
 """Compares the options of optimizers across ranks: with different learning rates, slices would be trained differently.
 
 A number for all options rides along in the first flag (same_order.py), and only if the flags differ are options
-exchanged. Rates that are tensors on a GPU (captured steps) are hashed there, so that no rank waits for them.
+exchanged. Rates that are tensors on a GPU are hashed there, so that no rank waits for them.
 
 Only an optimizer's own options (its `defaults`) are compared: it may keep other values per group, as a count of the
 steps in which this rank had parameters.
@@ -104,8 +104,7 @@ def different_options(difference: str) -> str:
 def _numbers_in(value: Any) -> Sequence[float]:
     """Return the numbers of an option on the host: of a pair of betas, or of a tensor on the CPU."""
     if isinstance(value, Tensor):
-        # Not float(), which would count as a read of the step (graphs/reads.py).
-        return [value.detach().double().numpy().item()] if value.device.type == "cpu" and value.numel() == 1 else []
+        return [float(value.detach())] if value.device.type == "cpu" and value.numel() == 1 else []
     if isinstance(value, tuple):
         return [number for part in value for number in _numbers_in(part)]
     return [value] if isinstance(value, int | float) else []

@@ -105,9 +105,8 @@ class SameOrder:
         if not self._coefficient:
             return
         if self.flag.device.type == "cpu":
-            # Not int(), which would count as a read of the step (graphs/reads.py).
-            self._check_sum(self.flag.numpy().item(), issued=self._sent)
-        elif not torch.cuda.is_current_stream_capturing():
+            self._check_sum(int(self.flag), issued=self._sent)
+        else:
             self.check(wait=True)
             if self._copy is None:
                 self._copy = torch.empty(1, dtype=self.flag.dtype, pin_memory=True)
@@ -118,8 +117,7 @@ class SameOrder:
 
     def check(self, *, wait: bool = False) -> None:
         """Check a GPU's flag if it has arrived on the host."""
-        if self._copied is None or torch.cuda.is_current_stream_capturing():
-            # An event cannot be queried while a stream captures; the next ordinary step does it.
+        if self._copied is None:
             return
         if not (wait or self._copied.query()):  # type: ignore[no-untyped-call]
             return

@@ -57,8 +57,6 @@ class PinnedPool:
 
     def __init__(self, make: Callable[[int], Any] = _pinned) -> None:
         self._make = make
-        # Whether memory of sizes that are no longer asked for is given up.
-        self.gives_up = True
         # By size: a block, and the storage that lies in it or lay there last.
         self._blocks: defaultdict[int, list[tuple[Any, StorageWeakRef]]] = defaultdict(list)
 
@@ -79,7 +77,7 @@ class PinnedPool:
 
     def _drop_other_sizes(self, size: int) -> None:
         """Give up free blocks of other sizes before more memory is taken: shapes have changed."""
-        for other, blocks in self._blocks.items() if self.gives_up else ():
+        for other, blocks in self._blocks.items():
             if other != size and all(_is_over(user) for _, user in blocks):
                 blocks.clear()
 

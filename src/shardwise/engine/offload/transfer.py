@@ -30,18 +30,6 @@ class Lane(Protocol):
 
     def wait(self, event: Any) -> None: ...
 
-    def join(self) -> None:
-        """Let the computation wait for all copies so far."""
-        ...
-
-    def forget(self) -> None:
-        """Have no copy waited for any more: it was recorded, and has not run."""
-        ...
-
-    def keep_memory(self) -> None:
-        """Give up no host memory from now on: graphs copy to it and from it."""
-        ...
-
 
 def lane_of(device: torch.device) -> Lane:
     return GpuLane(device) if device.type == "cuda" else HostLane()
@@ -54,18 +42,13 @@ class GpuLane:
         self.device = device
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = PinnedPool()
-        self._last: Any = None
 
     def send(self, source: Tensor) -> tuple[Tensor, Any]:
         host = self._pool.empty_like(source)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             host.copy_(source, non_blocking=True)
-        return host, self._record()
-
-    def _record(self) -> Any:
-        self._last = self.stream.record_event()
-        return self._last
+        return host, self.stream.record_event()
 
     def bring(self, sources: list[Tensor]) -> list[tuple[Tensor, Any]]:
         copies = [torch.empty(source.shape, dtype=source.dtype, device=self.device) for source in sources]
@@ -75,21 +58,11 @@ class GpuLane:
         with torch.cuda.stream(self.stream):
             for copy, source in zip(copies, sources, strict=True):
                 copy.copy_(source, non_blocking=True)
-                found.append((copy, self._record()))
+                found.append((copy, self.stream.record_event()))
         return found
 
     def wait(self, event: Any) -> None:
         torch.cuda.current_stream(self.device).wait_event(event)
-
-    def join(self) -> None:
-        if self._last is not None:
-            self.wait(self._last)
-
-    def forget(self) -> None:
-        self._last = None
-
-    def keep_memory(self) -> None:
-        self._pool.gives_up = False
 
 
 class HostLane:
@@ -100,15 +73,6 @@ class HostLane:
         return [(source.clone(), True) for source in sources]
 
     def wait(self, event: Any) -> None:
-        pass
-
-    def join(self) -> None:
-        pass
-
-    def forget(self) -> None:
-        pass
-
-    def keep_memory(self) -> None:
         pass
 
 

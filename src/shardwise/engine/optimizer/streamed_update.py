@@ -288,8 +288,6 @@ class StreamedUpdate:
             states[key] = flat.master.host.zeros(flat.master.unsettled.numel(), dtype=value.dtype)
         return states[key]
 
-    # Steps as graphs: the copies of an update are a part of them, and read and write the same addresses in each replay
-
     def join(self) -> None:
         """Let the computation wait for all updates. What they have read and used may be used again."""
         self.wait()
@@ -297,25 +295,3 @@ class StreamedUpdate:
             flat.master.was_read()
         for slot in self._slots:
             slot.forget()
-
-    def begin_recording(self) -> None:
-        """Allocate what chunks need in each slot: memory that came during a recording would be the graph's."""
-        self.settle()
-        with self._streams.on("bring"):
-            for name, dtype in {place for slot in self._slots for place in slot.buffers}:
-                for slot in self._slots:
-                    self._room(slot, name, self._largest, dtype=dtype)
-
-    def forget_recording(self) -> None:
-        """Forget the recorded updates, which have not run."""
-        self._taken = []
-        for flat in self.flats:
-            flat.master.be_written_by(None)
-        for slot in self._slots:
-            slot.forget()
-
-    def follow_replay(self) -> None:
-        """Let whatever reads host memory wait for a replayed update."""
-        replayed = self._streams.record(None)
-        for flat in self.flats:
-            flat.master.be_written_by(replayed)

@@ -64,8 +64,6 @@ def _description(model: nn.Module, engine: Engine) -> str:
     plan, known = engine.core.followed.plan, _known(engine)
     if engine.averages:
         raise InvalidModel(f"{_NAME} with a shardwise.EMA of the model, which is of the old parameters: make it after")
-    if engine.captured:
-        raise InvalidModel(f"{_NAME} with a captured step, whose graphs are of the old parameters: capture it after")
     if engine.owned.matrices.of(None):
         raise InvalidModel(
             f"{_NAME} with parameters that are OWNED (stepped whole by one rank each), whose slices would move: change "

@@ -83,8 +83,6 @@ def replan(model: nn.Module, plan: Plan) -> None:
         raise
     for optimizer in engine.owned.group_names:
         suit_devices(optimizer, device=setting.update_device)
-    for captured in list(engine.captured):
-        captured.follow_plan()
 
 
 def _checked(engine: Engine, *, plan: Plan, mesh: Mesh) -> str:

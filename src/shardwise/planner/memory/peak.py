@@ -69,9 +69,10 @@ def estimate(
     communicator_bytes: int | None = None,
     made_on_device: bool = False,
     quick: bool = False,
+    as_graphs: bool = False,
 ) -> MemoryEstimate:
     """Return the memory of a step of `plan` on one of `num_ranks` ranks: `estimate_job` for a single question."""
-    job = job_of(spec, plan=plan, num_ranks=num_ranks, optimizer=optimizer, device=device)
+    job = job_of(spec, plan=plan, num_ranks=num_ranks, optimizer=optimizer, device=device, as_graphs=as_graphs)
     return estimate_job(
         job, batch=batch, communicator_bytes=communicator_bytes, made_on_device=made_on_device, quick=quick
     )
@@ -90,14 +91,11 @@ def estimate_job(
 ) -> MemoryEstimate:
     """Return the memory of a step on one rank, with `batch` samples per rank per pass.
 
-    limit_bytes      memory of the device: the allocator gives back free segments before it exceeds this, except for
-                     captured steps
+    limit_bytes      memory of the device: the allocator gives back free segments before it exceeds this
     made_on_device   the model was created on the device before it was prepared, not on the meta device or the host;
                      steps reuse the memory that this left reserved
     expands          the caching allocator has expandable segments
     quick            skip the model of the caching allocator: reserved is taken to be allocated
-
-    Captured steps share their memory with the ordinary steps before them, which have the peak.
     """
     if batch < 1:
         raise InvalidPlan(f"micro_batch = {batch}: must be a whole number of at least 1")
@@ -106,8 +104,7 @@ def estimate_job(
     outside = _outside(job, context=context_bytes, communicator=communicator_bytes)
     reserved = 0
     if not quick and job.device != "cpu":
-        # During capture the allocator cannot give back segments.
-        left = None if limit_bytes is None or job.plan.captures else limit_bytes - outside
+        left = None if limit_bytes is None else limit_bytes - outside
         found = reserve(job, batch=batch, limit_bytes=left, made_on_device=made_on_device, expands=expands)
         breakdown["other"] += found.slack_bytes
         reserved = found.reserved_bytes
@@ -125,12 +122,23 @@ def estimate_job(
     )
 
 
-def job_of(spec: ModelSpec, *, plan: Plan, num_ranks: int, optimizer: str, device: str, is_wrapped: bool = True) -> Job:
+def job_of(
+    spec: ModelSpec,
+    *,
+    plan: Plan,
+    num_ranks: int,
+    optimizer: str,
+    device: str,
+    is_wrapped: bool = True,
+    as_graphs: bool = False,
+) -> Job:
     """Return the job of a plan for every batch; plans that differ in nothing but the batch have the same job.
 
-    `is_wrapped`: False for an ordinary loop on one device, without DDP (plans of torch's engine under ddp).
+    is_wrapped   False for an ordinary loop on one device, without DDP (plans of torch's engine under ddp)
+    as_graphs    with units as CUDA graphs, where the plan allows it
     """
-    known, key = _jobs(spec, optimizer, device), (_without_batch(plan), num_ranks, is_wrapped)
+    as_graphs = as_graphs and plan.captures
+    known, key = _jobs(spec, optimizer, device), (_without_batch(plan), num_ranks, is_wrapped, as_graphs)
     if key not in known:
         mesh, rule = plan.mesh or Mesh(shard=num_ranks), optimizer_of(optimizer)
         mesh.check_ranks(num_ranks)
@@ -145,6 +153,7 @@ def job_of(spec: ModelSpec, *, plan: Plan, num_ranks: int, optimizer: str, devic
             optimizer_name=optimizer,
             device=device,
             is_wrapped=is_wrapped,
+            as_graphs=as_graphs,
             known_peaks=_known_peaks(spec, device, engine_model_of(plan).grads_leave_at_once),
         )
     return known[key]

@@ -7,12 +7,9 @@ decides where that state is placed.
 Of many equal units a moderate number is run; each further one is assumed to add the same.
 
 A model that was made on the device, not on the meta device or the host, frees its parameters' memory when it is
-prepared; ordinary steps reuse that. Captured steps do not: the allocator gives it back before the capture.
+prepared; steps reuse that.
 
-Captured steps have their own pool, in which the optimizer's state is allocated too (engine/captured/step_memory.py).
-What exists before the first step, and what is kept for graphs, is outside the pool.
-
-Where units are CUDA graphs (capture = 'units'), what they compute has its own pool, which averaged gradients may use as
+Where units are CUDA graphs, what they compute has its own pool, which averaged gradients may use as
 well (program/gradient_place.py) unless they are accumulated over several passes; gathered units have one of their own.
 """
 
@@ -56,7 +53,7 @@ def reserve(
     """Run a job at one batch on a device with `limit_bytes` for tensors; the others as for `estimate`."""
     *shorter, longer = reserved_jobs(job)
     more = len(job.spec.units) - len(longer.short.spec.units)
-    in_graphs = job.plan.captures_units and job.unshortened.ledger.pass_memory(batch).places_gradients
+    in_graphs = job.as_graphs and job.unshortened.ledger.pass_memory(batch).places_gradients
     run = partial(_run, batch=batch, in_graphs=in_graphs, made_on_device=made_on_device, expands=expands)
     if not shorter:
         return run(longer, limit_bytes=limit_bytes)
@@ -81,15 +78,15 @@ def _run(
     run = _Run(batch, gradients_in=UNIT_GRAPHS if in_graphs else "", allocator=allocator)
     takes_first = job.engine.takes_workspaces_first
     if takes_first:
-        run.allocate_workspaces(job, "first" if job.plan.captures else "")
+        run.allocate_workspaces(job)
     made = {}
-    if made_on_device and not job.plan.captures:
+    if made_on_device:
         sizes = [param.num_bytes for unit in job.short.spec.units for param in unit.params]
         made = {number: (run.allocate(size), size) for number, size in enumerate(sizes)}
     for size in _sizes_before(job, batch=batch):
-        run.allocate(size, "first" if job.plan.captures else "")
+        run.allocate(size)
     run.free_all(made)
-    if job.plan.captures_units:
+    if job.as_graphs:
         # Before graphs are recorded, the state is moved and unused memory given back.
         run.allocate_moments(job)
         num_bytes = job.ledger.pass_memory(batch).graph_bytes(with_gradients=in_graphs)
@@ -124,14 +121,11 @@ def _later_steps(run: "_Run", job: Job) -> None:
     request.
     """
     step = run.sized(job.ledger.entries)
-    samples = [size for states in job.states.values() for size in states.samples]
     num_segments = run.allocator.num_segments
     run.peak = 0
     run.free_all(run.replay(step, {}))
-    if run.allocator.num_segments == num_segments and not samples:
+    if run.allocator.num_segments == num_segments:
         return
-    for size in samples:
-        run.allocate(size, "samples")
     run.peak = 0
     run.free_all(run.replay(step, {}))
 

@@ -12,7 +12,7 @@ from shardwise.errors import UnknownName
 from shardwise.plan import Plan
 from shardwise.plan.placement import SHARDED, Placement
 from shardwise.planner.memory.constants import MemoryRules
-from shardwise.program.buffers import SAMPLED_EVERY, FlatSpec, flat_specs, num_pieces
+from shardwise.program.buffers import FlatSpec, flat_specs, num_pieces
 from shardwise.program.rules.host import has_states_on_host
 from shardwise.spec import TensorSpec, UnitSpec
 from shardwise.spec.block_matrices import is_block_matrix
@@ -119,7 +119,6 @@ class UnitStates:
     buffers   the module's buffers
     moments   sizes of the allocations of the optimizer's state, a part of `optim`
     held      sizes of the other allocations of `params` and `optim`
-    samples   samples of the gradients that a captured step keeps for comparison
     host      what lives in host memory; `chunk`: the elements of its largest flat slice
 
     Only for fully_shard, which copies gathered parameters out of a buffer: `flat`, that buffer; `copy_in`, its input;
@@ -140,7 +139,6 @@ class UnitStates:
     buffers: int
     moments: tuple[int, ...]
     held: tuple[int, ...]
-    samples: tuple[int, ...] = ()
     host: int = 0
     chunk: int = 0
     flat: int = 0
@@ -168,7 +166,6 @@ def unit_states(unit: UnitSpec, *, placement: Placement, setting: StateSetting) 
         buffers=setting.buffer_bytes(unit),
         moments=tuple(size for flat in flats for size in flat["moments"]),
         held=tuple(size for flat in flats for size in flat["held"]),
-        samples=tuple(size for flat in flats for size in flat["samples"]),
     )
 
 
@@ -189,7 +186,6 @@ def _flat_states(
     is_cast = flat.compute_dtype != flat.master_dtype
     is_the_parameter = params_sharded and not is_cast
     steps = [(param, count) for param, count in _stepped(flat, layout, sharded=optim_sharded) if param.trainable]
-    samples = [count for _, count in steps] if plan.captures else []
     if optim_sharded and plan.owned:
         # Matrices with an owner are not sharded (whole_matrices.py).
         steps = [(param, count) for param, count in steps if not plan.owns(param.name)]
@@ -222,7 +218,6 @@ def _flat_states(
         "chunk": layout.slice_elements if on_host and is_trained else 0,
         "moments": moments,
         "held": tuple(size for size in (0 if params_sharded else full, held) if size),
-        "samples": tuple(rounded(-(-count // SAMPLED_EVERY) * stepped) for count in samples),
     }
 
 

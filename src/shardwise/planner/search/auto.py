@@ -138,7 +138,7 @@ def _with_host_memory(costs: DialCosts, dial: Dial | None, *, request: AutoReque
     hosted = _best_dial(costs, request=own, on_host=True)
     if hosted is not None and (dial is None or costs.speed(hosted) > WORTH_A_LOOK * costs.speed(dial)):
         return costs, hosted
-    if dial is None and not (request.plan.updates_in_backward or request.plan.captures):
+    if dial is None and not request.plan.updates_in_backward:
         by_cpu = costs.based_on(replace(costs.base, offload_update="host"))
         return by_cpu, _best_dial(by_cpu, request=replace(own, plan=by_cpu.base), on_host=True)
     return costs, dial

@@ -110,15 +110,22 @@ def capacity_bytes(cluster: Cluster) -> int | None:
 
 
 def cost(
-    spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, quick: bool = False, system: System = OWN
+    spec: ModelSpec,
+    *,
+    plan: Plan,
+    cluster: Cluster,
+    optimizer: str,
+    quick: bool = False,
+    system: System = OWN,
+    as_graphs: bool = False,
 ) -> Candidate:
     """Return a plan, whose micro-batch is set, with its cost on a cluster; `quick`: without the allocator's model.
 
-    `system`: the one that runs the plan, with the time and the memory that it adds.
+    `system`: the one that runs the plan, with the time and the memory that it adds. `as_graphs`: see `job_of`.
     """
     check_planned_fp8(spec, plan=plan, device=cluster.device)
     assert plan.micro_batch is not None
-    job = _job(spec, plan=plan, cluster=cluster, optimizer=optimizer, system=system)
+    job = _job(spec, plan=plan, cluster=cluster, optimizer=optimizer, system=system, as_graphs=as_graphs)
     batch = plan.micro_batch
     memory = _memory(job, batch=batch, cluster=cluster, quick=True, system=system)
     if not quick and _fits(memory, job=job, cluster=cluster) != "no":
@@ -137,9 +144,12 @@ def cost(
     )
 
 
-def _job(spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, system: System) -> Job:
+def _job(
+    spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, system: System, as_graphs: bool = False
+) -> Job:
     system.check_ranks(cluster.num_ranks)
-    return job_on(spec, plan=plan, cluster=cluster, optimizer=optimizer, is_wrapped=system.is_wrapped)
+    wrapped = system.is_wrapped
+    return job_on(spec, plan=plan, cluster=cluster, optimizer=optimizer, is_wrapped=wrapped, as_graphs=as_graphs)
 
 
 def _memory(job: Job, *, batch: int, cluster: Cluster, quick: bool, system: System) -> MemoryEstimate:
@@ -162,7 +172,7 @@ def cluster_memory(
         context_bytes=device.context_bytes.value if device.context_bytes else None,
         communicator_bytes=device.communicator_bytes.value if device.communicator_bytes else None,
         limit_bytes=limit_bytes,
-        expands=expands or (cluster.expands_segments and not job.plan.may_have_pools),
+        expands=expands or (cluster.expands_segments and not job.plan.captures),
         quick=quick,
     )
 

@@ -85,7 +85,7 @@ def changes(plan: Plan) -> Iterator[Plan]:
         yield from (replace(one, offload_states=True) for one in movable)
         yield from (replace(one, offload_activations=True) for one in largest_to_least)
         yield from (replace(one, offload_states=True, offload_activations=True) for one in movable)
-        if not (plan.captures or plan.updates_in_backward):
+        if not plan.updates_in_backward:
             yield from (replace(one, offload_states=True, offload_update="host") for one in movable)
     if plan.precision == "fp32":
         yield from (replace(one, precision="bf16") for one in largest_to_least)

@@ -54,9 +54,6 @@ class HostTraffic:
             )
         elif not job.plan.updates_in_backward:
             yield from (self._streamed(name) for name in in_order)
-            if job.plan.captures:
-                # The graph of the update ends with them.
-                yield from (Instruction(WAIT, f"update {name}") for name in in_order)
 
     def update_in_backward(self, unit: str) -> Iterator[Instruction]:
         """Update a unit inside backward; a few are on their way at a time."""

@@ -6,7 +6,7 @@ from itertools import groupby, pairwise
 from shardwise.hardware import Cluster
 from shardwise.hardware.borrowed import host_factor
 from shardwise.planner.job import Job
-from shardwise.planner.overhead import CAPTURED, Overhead
+from shardwise.planner.overhead import Overhead
 from shardwise.planner.sizes import sizes_of
 from shardwise.planner.time.collective import rings_of
 from shardwise.planner.time.queues import COMPUTE, LOAD, MARK, SEND, STREAM, Instruction, WorkSeconds
@@ -65,9 +65,7 @@ def schedule_by(executor: TimeExecutor) -> Schedule:
 
 
 def overhead_of(job: Job, *, cluster: Cluster) -> Overhead:
-    """Return the overhead of the job's engine on the cluster's CPUs; a captured step is one launch."""
-    if job.plan.captures:
-        return CAPTURED
+    """Return the overhead of the job's engine on the cluster's CPUs."""
     return job.engine.overhead.on(host_factor(cluster.device))
 
 

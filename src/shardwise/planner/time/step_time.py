@@ -9,7 +9,7 @@ from shardwise.hardware.borrowed import host_factor
 from shardwise.plan import Plan
 from shardwise.planner.job import Job
 from shardwise.planner.memory.peak import job_of
-from shardwise.planner.overhead import GRAPH_LAUNCH_SECONDS, HOST_SLOWDOWN, SLOWDOWN, UNIT_GRAPH_SECONDS
+from shardwise.planner.overhead import HOST_SLOWDOWN, SLOWDOWN, UNIT_GRAPH_SECONDS
 from shardwise.planner.systems import OWN, System
 from shardwise.planner.time.collective import Rings, can_link, rings_of
 from shardwise.planner.time.compute import can_time
@@ -70,20 +70,39 @@ def why_not_timed(spec: ModelSpec, *, plan: Plan, cluster: Cluster) -> str | Non
     return None
 
 
-def job_on(spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, is_wrapped: bool = True) -> Job:
+def job_on(
+    spec: ModelSpec,
+    *,
+    plan: Plan,
+    cluster: Cluster,
+    optimizer: str,
+    is_wrapped: bool = True,
+    as_graphs: bool = False,
+) -> Job:
     """Return the job of a plan on all devices of a cluster."""
-    device = cluster.device.torch_type
     return job_of(
-        spec, plan=plan, num_ranks=cluster.num_ranks, optimizer=optimizer, device=device, is_wrapped=is_wrapped
+        spec,
+        plan=plan,
+        num_ranks=cluster.num_ranks,
+        optimizer=optimizer,
+        device=cluster.device.torch_type,
+        is_wrapped=is_wrapped,
+        as_graphs=as_graphs,
     )
 
 
 def estimate_time(
-    spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str = "adamw", clips: bool = False
+    spec: ModelSpec,
+    *,
+    plan: Plan,
+    cluster: Cluster,
+    optimizer: str = "adamw",
+    clips: bool = False,
+    as_graphs: bool = False,
 ) -> TimeEstimate | None:
     """Return the time of a step of `plan`, whose micro-batch is set: `time_job` for a single question."""
     assert plan.micro_batch is not None
-    job = job_on(spec, plan=plan, cluster=cluster, optimizer=optimizer)
+    job = job_on(spec, plan=plan, cluster=cluster, optimizer=optimizer, as_graphs=as_graphs)
     return time_job(job, batch=plan.micro_batch, cluster=cluster, clips=clips)
 
 
@@ -117,11 +136,17 @@ def time_job(
 
 
 def timeline(
-    spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str = "adamw", clips: bool = False
+    spec: ModelSpec,
+    *,
+    plan: Plan,
+    cluster: Cluster,
+    optimizer: str = "adamw",
+    clips: bool = False,
+    as_graphs: bool = False,
 ) -> list[Span]:
     """Return the spans of each queue in one step, from its beginning."""
     assert plan.micro_batch is not None
-    job = job_on(spec, plan=plan, cluster=cluster, optimizer=optimizer)
+    job = job_on(spec, plan=plan, cluster=cluster, optimizer=optimizer, as_graphs=as_graphs)
     prepared = _prepare(job, cluster=cluster, clips=clips, shortened=False)
     queues, _, _ = _steady(prepared, batch=plan.micro_batch, records=True)
     assert queues.spans is not None
@@ -182,9 +207,7 @@ def timed_job(job: Job) -> Job:
 
 def _works(prepared: _Prepared, *, batch: int) -> list[WorkSeconds]:
     pieces, job = prepared.pieces.works(batch), prepared.job
-    if job.plan.captures:
-        pieces = [WorkSeconds(0.0, kernel, kernel) for _, kernel, _ in pieces]
-    elif job.plan.captures_units:
+    if job.as_graphs:
         keys = [(trigger, unit) for (trigger, unit, _), stream in job.streams if stream.ops]
         launch = UNIT_GRAPH_SECONDS * host_factor(prepared.cluster.device)
         pieces = [
@@ -229,7 +252,7 @@ def _steady(prepared: _Prepared, *, batch: int, records: bool = False) -> tuple[
 def _lead(prepared: _Prepared, works: list[WorkSeconds]) -> float:
     """Return the seconds by which the CPU can be ahead of a device that waits for host memory."""
     plan, pieces = prepared.job.plan, prepared.pieces.pieces
-    if not (plan.offload_states or plan.offload_activations) or plan.captures or plan.captures_units:
+    if not (plan.offload_states or plan.offload_activations) or prepared.job.as_graphs:
         return math.inf
     launch = sum(work.launch for work, _ in zip(works, pieces, strict=False))
     return MOST_ISSUED * launch / sum(len(piece.stream.ops) for piece in pieces)
@@ -256,8 +279,6 @@ def _queues(
 
 def _run_step(queues: Queues, *, schedule: Schedule, works: list[WorkSeconds], plan: Plan) -> None:
     """Run all passes; those between the second and the last take as long as the second."""
-    if plan.captures:
-        queues.cpu += GRAPH_LAUNCH_SECONDS
     for number in range(min(plan.accumulate - 1, 2)):
         before = queues.now()
         queues.run(schedule.first, works)

@@ -220,8 +220,6 @@ class TimeExecutor:
         return self._work(name, launch, kernel)
 
     def _work(self, name: str, launch: float, kernel: float) -> Instruction:
-        if self.job.plan.captures:
-            launch = 0.0
         if self.cluster.device.name == "cpu":
             # The CPU issues and computes.
             launch, kernel = launch + kernel, 0.0

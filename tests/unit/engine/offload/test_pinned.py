@@ -26,11 +26,3 @@ def test_memory_of_sizes_that_no_longer_occur_is_given_up() -> None:
     pool.empty_like(torch.ones(50))
     assert pool.num_bytes == 4 * (7 + 50)
     assert kept.shape == (7,)
-
-
-def test_memory_that_graphs_use_is_kept() -> None:
-    pool = PinnedPool(make=bytearray)
-    pool.gives_up = False
-    pool.empty_like(torch.ones(100))
-    pool.empty_like(torch.ones(50))
-    assert pool.num_bytes == 4 * (100 + 50)

@@ -1,4 +1,4 @@
-"""Updates through the device, where steps are graphs: what is in flight, what is allocated, what is read."""
+"""Updates through the device: what is in flight, and what is read."""
 
 from typing import Any
 from unittest.mock import patch
@@ -41,23 +41,6 @@ def test_where_streams_meet_updates_keep_nothing() -> None:
     # Whatever reads host memory still waits.
     assert flat.master.update is not None
     assert all(slot.sent is None and slot.kept is None for slot in engine.owned.streamed._slots)
-
-
-def test_each_slot_has_its_memory_before_a_recording_and_no_update_is_in_flight() -> None:
-    engine, _ = stepped()
-    slots = engine.owned.streamed._slots
-    assert [bool(slot.buffers) for slot in slots] == [False, False, True]
-    engine.owned.streamed.begin_recording()
-    assert [set(slot.buffers) for slot in slots] == [{("master", torch.float32)}] * 3
-    assert all(flat.master.update is None for flat in engine.core.flats)
-
-
-def test_a_recorded_update_is_forgotten_and_a_replayed_one_is_waited_for() -> None:
-    engine, _ = stepped()
-    engine.owned.streamed.forget_recording()
-    assert all(flat.master.update is None and flat.master.in_use is None for flat in engine.core.flats)
-    engine.owned.streamed.follow_replay()
-    assert all(flat.master.update is not None for flat in engine.core.flats)
 
 
 def test_an_update_in_flight_reads_a_copy_of_a_rate_that_a_schedule_may_write() -> None:

@@ -173,15 +173,5 @@ def test_every_kind_of_operation_is_handled(kind: Kind, trigger: Trigger) -> Non
     assert bool(executor.instructions) is not computes_only
 
 
-def test_a_captured_step_has_the_same_instructions_and_costs_the_cpu_nothing() -> None:
-    planned = job(strategy="fsdp", capture=True)
-    found = schedule_of(planned, cluster=CLUSTER)
-    assert not any(one.launch for one in found.last)
-    assert not any(launch for launch, _, _ in found.works)
-    eager = schedule_of(job(strategy="fsdp"), cluster=CLUSTER)
-    names = [named(one) for one in eager.last]
-    assert [named(one) for one in found.last] == names
-
-
 def named(instruction: Instruction) -> tuple[int, str]:
     return instruction.what, instruction.name

@@ -1,15 +1,13 @@
-"""A pool of the caching allocator's memory, for graphs and for ordinary steps."""
+"""A pool of the caching allocator's memory, for graphs."""
 
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 
 from shardwise.torch_internals import torch_private
 from shardwise.vocabulary.segments import fixed_segments, segments_expand
-
-Block = tuple[int, int]
-"""Start and end address of a block in use."""
 
 
 def why_no_pool() -> str:
@@ -27,17 +25,15 @@ def fix_segments() -> None:
         torch_private.set_allocator_settings(fixed_segments(os.environ))
 
 
-class StepPool:
-    """Between `begin` and `end`, all threads allocate in the pool what they allocate on the stream.
+class GraphPool:
+    """A pool of graphs that are recorded on one stream.
 
-    torch.cuda.use_mem_pool would not cover the allocations of autograd's thread, which are most of a backward. And a
-    torch.cuda.MemPool returns its memory when it is collected, even during a capture.
+    A torch.cuda.MemPool would return its memory when it is collected, even during a capture.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
         self._device = stream.device_index
-        self.is_filled = False
         self._open()
 
     def _open(self) -> None:
@@ -53,16 +49,15 @@ class StepPool:
             place.zero_()
             self._anchor.capture_end()
 
-    def begin(self) -> None:
-        if not self.is_filled:
-            with torch.cuda.stream(self._stream):
-                torch_private.begin_allocate_stream_to_pool(self._device, self.id)
-            self.is_filled = True
-
-    def end(self) -> None:
-        if self.is_filled:
-            self._end()
-            self.is_filled = False
+    @contextmanager
+    def filling(self) -> Iterator[None]:
+        """Allocate on the pool's stream in this block, and in the pool: blocks of it belong to a stream."""
+        with torch.cuda.stream(self._stream):
+            torch_private.begin_allocate_stream_to_pool(self._device, self.id)
+            try:
+                yield
+            finally:
+                self._end()
 
     def _end(self) -> None:
         torch_private.end_allocate_to_pool(self._device, self.id)
@@ -73,18 +68,6 @@ class StepPool:
         # Raised where torch has ended it.
         with suppress(RuntimeError):
             self._end()
-
-    def blocks(self, *, settled: bool = False) -> set[Block]:
-        """Return the blocks in use; `settled`: the device is idle, so blocks that wait for an event are free."""
-        free = ("inactive", "active_pending_free") if settled else ("inactive",)
-        found = set()
-        for segment in torch.cuda.memory_snapshot(self.id):  # type: ignore[no-untyped-call]
-            address = segment["address"]
-            for block in segment["blocks"]:
-                if block["state"] not in free:
-                    found.add((address, address + block["size"]))
-                address += block["size"]
-        return found
 
     def renew(self) -> None:
         """Replace the pool, when it has no graph left. Unused memory of the old one returns to the device."""
