@@ -5,7 +5,8 @@ import json
 from typer import Exit
 
 from shardwise.cli import plan_flags as flags
-from shardwise.cli.plan_question import PAGE_CLUSTER, PAGE_MODEL, PlanOptions, question_of
+from shardwise.cli.plan_options import PlanOptions
+from shardwise.cli.plan_question import PAGE_CLUSTER, PAGE_MODEL, question_of
 from shardwise.cli.shared_options import (
     AsJson,
     ImageSize,

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwise.cli.plan_options import PlanOptions
 from shardwise.cli.strategies import strategies_for_engine, strategy_names
 from shardwise.errors import InvalidPlan
 from shardwise.models.reference import Model
@@ -21,8 +22,6 @@ from shardwise.report.text.verdict import no_fit, reasons
 from shardwise.vocabulary.span import Span
 
 if TYPE_CHECKING:
-    from shardwise.cli.plan_question import PlanOptions
-    from shardwise.cli.ways_out import WayOut
     from shardwise.planner.search.frontier import FrontierPoint
     from shardwise.planner.search.scale import Scaled
     from shardwise.planner.search.training_cost import TrainingCost
@@ -34,7 +33,7 @@ _CLEARLY_FASTER = 0.95
 class PlanQuestion(AutoRequest):
     """The options of the command: the solver's request, and what else is to be shown.
 
-    options       as they were given; `ask` makes the question of other ones
+    options       as they were given; `ask` makes the question of other ones, and `find_ways` looks for some that fit
     spec_for      of the model; a caller may watch what is asked for
     system        the system that is predicted, if it is another one; `like`: what it has set, as a sentence
     strategy      a strategy, all of them, or auto: all of them and the solver's plan
@@ -43,8 +42,9 @@ class PlanQuestion(AutoRequest):
     quick         without the allocator's model, the solver, and what is said about other plans
     """
 
-    options: "PlanOptions"
+    options: PlanOptions
     ask: "Callable[[PlanOptions], PlanQuestion]"
+    find_ways: "Callable[[PlanQuestion], list[WayOut]]"
     model: Model
     spec_for: SpecFor
     strategy: str
@@ -56,6 +56,15 @@ class PlanQuestion(AutoRequest):
     scales: bool = False
     has_frontier: bool = False
     has_timeline: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WayOut:
+    """Options whose own answer fits: `candidate` is its recommended row. `change`: what differs, in a few words."""
+
+    change: str
+    options: PlanOptions
+    candidate: Candidate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +84,7 @@ class PlanAnswer:
     found: list[Candidate]
     recommendation: Recommendation
     why: str
-    ways: "list[WayOut]"
+    ways: list[WayOut]
     fits: bool
     needed_bytes_per_s: float | None
     captured: Candidate | None
@@ -105,9 +114,7 @@ def answer(question: PlanQuestion) -> PlanAnswer:
         why = reasons(chosen)
     ways: list[WayOut] = []
     if chosen.reason is Reason.NOTHING_FITS and not question.quick:
-        from shardwise.cli.ways_out import ways_out
-
-        ways = ways_out(question)
+        ways = question.find_ways(question)
         why = no_fit(found, has_ways=bool(ways))
     return PlanAnswer(
         question=question,

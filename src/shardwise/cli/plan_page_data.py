@@ -5,11 +5,10 @@ from typing import Any
 
 import tomli_w
 
-from shardwise.cli.plan_answer import PlanAnswer
+from shardwise.cli.plan_answer import PlanAnswer, WayOut
+from shardwise.cli.plan_options import PlanOptions
 from shardwise.cli.plan_output import as_data, remarks
-from shardwise.cli.plan_question import PlanOptions
 from shardwise.cli.plan_settings import as_settings
-from shardwise.cli.ways_out import WayOut
 from shardwise.hardware import Cluster
 from shardwise.planner.search.candidates import Candidate
 from shardwise.planner.search.recommend import best_of

@@ -1,13 +1,12 @@
-"""The options of `shardwise plan` as one value, the question that they ask, and the command that gives them."""
+"""The question that the options of `shardwise plan` ask."""
 
-import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.cli.plan_options import (
+    PlanOptions,
     check_names,
     hybrid_mesh,
     parse_count,
@@ -21,7 +20,6 @@ from shardwise.cli.terminal import status_line
 from shardwise.errors import InvalidPlan, UnknownName
 from shardwise.models.adaptation import adaptation_of
 from shardwise.plan.limits import LIMITS, EngineLimits
-from shardwise.plan.policy import AUTO_UNITS
 from shardwise.planner.systems import System, system_of
 from shardwise.spec.losses import LEAN, LOSSES, USUAL
 from shardwise.vocabulary.quantities import byte_count
@@ -33,70 +31,6 @@ if TYPE_CHECKING:
 
 PAGE_MODEL, PAGE_CLUSTER = "llama-3.1-8b", "8xh100-80gb"
 """What the planner page opens with, where nothing is given."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions:
-    """The options that say what is planned, as they are typed; `plan_flags.py` describes them."""
-
-    model: str
-    cluster: str
-    fabric_gbps: float | None = None
-    strategy: str | None = None
-    micro_batch: int | None = None
-    seq: int | None = None
-    image: int | None = None
-    precision: str = "bf16"
-    recompute: str | None = None
-    global_batch: int | None = None
-    accumulate: int = 1
-    accumulate_reduced: bool | None = None
-    update: str = "step"
-    mesh: str | None = None
-    units: str = AUTO_UNITS
-    reduce_dtype: str | None = None
-    budget: str | None = None
-    host_memory: str | None = None
-    offload: str | None = None
-    lora: int | None = None
-    lora_targets: str | None = None
-    quantize: str | None = None
-    optimizer: str = "adamw"
-    goal: str = "throughput"
-    engine: str | None = None
-    devices: Path | None = None
-    software: str | None = None
-    attention: str | None = None
-    matmul: str | None = None
-    norms: str | None = None
-    matmul_precision: str | None = None
-    compile: str = "none"
-    capture: str = "auto"
-    like: str = ""
-    overlap: str | None = None
-    tile: tuple[str, ...] = ()
-    loss: str | None = None
-    here: bool = False
-    tokens: str | None = None
-    price: float | None = None
-    frontier: bool = False
-    scale: bool = False
-    timeline: bool = False
-
-    @property
-    def command(self) -> str:
-        """The command with these options; those that have their default are left out."""
-        words = ["shardwise", "plan", self.model]
-        for field in fields(self):
-            value, name = getattr(self, field.name), f"--{field.name.replace('_', '-')}"
-            if field.name == "model" or value is None or value == field.default:
-                continue
-            if isinstance(value, bool):
-                words += [name] if value else []
-            else:
-                for one in value if isinstance(value, tuple) else (value,):
-                    words += [name, str(one)]
-        return shlex.join(words)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,6 +152,7 @@ def question_of(
 ) -> "PlanQuestion":
     """Return the question that the options ask; a caller with many questions keeps the clusters and the models."""
     from shardwise.cli.plan_answer import PlanQuestion
+    from shardwise.cli.ways_out import ways_out
     from shardwise.plan import Plan
     from shardwise.planner.search.request import RECOMPUTES
 
@@ -243,6 +178,7 @@ def question_of(
     return PlanQuestion(
         options=options,
         ask=partial(question_of, cluster_of=cluster_of, named=named),
+        find_ways=ways_out,
         model=model,
         spec_for=model.spec_for,
         plan=plan,

@@ -11,8 +11,9 @@ from threading import Lock
 from typing import Any
 
 from shardwise.cli.plan_answer import PlanAnswer, PlanQuestion, answer
+from shardwise.cli.plan_options import PlanOptions
 from shardwise.cli.plan_page_data import answer_data, chosen_row
-from shardwise.cli.plan_question import PlanOptions, cluster_for, model_for, question_of
+from shardwise.cli.plan_question import cluster_for, model_for, question_of
 from shardwise.cli.plan_settings import as_settings, asked_options
 from shardwise.errors import InvalidPlan
 from shardwise.hardware import Cluster, Device

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from shardwise.cli.plan_answer import PlanQuestion, fixed_candidates
-from shardwise.cli.plan_question import PlanOptions
+from shardwise.cli.plan_answer import PlanQuestion, WayOut, fixed_candidates
+from shardwise.cli.plan_options import PlanOptions
 from shardwise.errors import ShardwiseError
 from shardwise.hardware import Cluster
 from shardwise.hardware.prices import prices
@@ -19,15 +19,6 @@ from shardwise.vocabulary.quantities import GIB, fixed_text
 MOST = 4
 """The most ways out that are shown."""
 LORA_RANK = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WayOut:
-    """Options whose own answer fits: `candidate` is its recommended row. `change`: what differs, in a few words."""
-
-    change: str
-    options: PlanOptions
-    candidate: Candidate
 
 
 def ways_out(question: PlanQuestion) -> list[WayOut]:

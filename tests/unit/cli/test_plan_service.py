@@ -14,7 +14,7 @@ import pytest
 
 from shardwise.cli import plan_page
 from shardwise.cli.app import main
-from shardwise.cli.plan_question import PlanOptions
+from shardwise.cli.plan_options import PlanOptions
 from shardwise.cli.plan_service import PlanService
 from shardwise.errors import ShardwiseError
 from shardwise.plan import Plan

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from shardwise.cli.plan_answer import PlanQuestion, answer
-from shardwise.cli.plan_question import PlanOptions, question_of
-from shardwise.cli.ways_out import LORA_RANK, WayOut, ways_out
+from shardwise.cli.plan_answer import PlanQuestion, WayOut, answer
+from shardwise.cli.plan_options import PlanOptions
+from shardwise.cli.plan_question import question_of
+from shardwise.cli.ways_out import LORA_RANK, ways_out
 from shardwise.errors import InvalidModel
 from shardwise.plan.placement import AUTO
 

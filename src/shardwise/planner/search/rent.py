@@ -97,17 +97,16 @@ def recommended(found: Sequence[TrainingCost], *, wish: Wish) -> TrainingCost | 
     """Return the rental that meets the wish at the lowest cost; of those that cost about as much, the soonest done.
 
     With a limit of price alone, the soonest done; None if nothing meets the wish. A kind on whose architecture nothing
-    was measured is recommended only where no other meets it.
+    was measured is never taken for its speed, which is not known.
     """
     met = [one for one in found if wish.is_met(one)]
-    # Where no training was measured, a speed is no reason to rent.
-    met = [one for one in met if one.candidate.time_band.is_of_a_measured_kind] or met
     if not met:
         return None
     if wish.max_price is None or wish.max_days is not None:
         least = min(map(most_cost, met))
         met = [one for one in met if round(most_cost(one) / least - 1, 2) <= PAIR_BAND]
-    return min(met, key=most_days)
+    measured = [one for one in met if one.candidate.time_band.is_of_a_measured_kind]
+    return min(measured, key=most_days) if measured else min(met, key=most_cost)
 
 
 def best_on(

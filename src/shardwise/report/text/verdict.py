@@ -77,7 +77,7 @@ def _clauses(found: Recommendation, best: Candidate) -> Iterator[str]:
             assert found.fastest is not None
             yield _nearly_fastest(best, fastest=found.fastest, slower=found.slower)
         case Reason.ASKED:
-            yield "it fits" if best.fits == "yes" else "it may fit"
+            yield from ["it fits"] if best.fits == "yes" else []
         case Reason.ONLY_ONE:
             yield "the only one that fits" if best.fits == "yes" else "no other fits"
         case _:
