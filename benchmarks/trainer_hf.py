@@ -22,7 +22,8 @@ The same samples come in every turn, in the same order: 32, or 400 of any length
 turns, timed from one on_step_end to another, with the device waited for; first_seconds is the time of all turns before
 the measured ones, from the first step's beginning on. Where `datasets` is not installed, lists stand in for it
 (listed_datasets.py). Writes benchmarks/results/trainer_hf_h200.json; rows of others are kept. `--tiny` runs a small
-model on the CPU, to try this out.
+model on the CPU, to try this out. `--predict` prints what the planner says of our memory in the cases of any lengths,
+without a GPU.
 """
 
 import os
@@ -33,7 +34,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from subprocess import TimeoutExpired
 from typing import Any
@@ -191,6 +192,33 @@ def measure(name: str, contestant: str, *, tiny: bool) -> dict[str, Any]:
     }
 
 
+def predict(name: str) -> None:
+    """Print the memory that the planner predicts for our Trainer, with units as CUDA graphs and without."""
+    from shardwise import Plan
+    from shardwise.models.specs.traced import trace_task
+    from shardwise.models.tasks import Task
+    from shardwise.planner.memory.peak import estimate
+
+    case, known = CASES[name], (MODELS | VARIED)[CASES[name].model]
+
+    def make_batch(size: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(5, 100, (size, known.tokens), device="meta")
+        # What the model makes of a mask with padding.
+        mask = torch.ones(size, 1, known.tokens, known.tokens, dtype=torch.bool, device="meta")
+        return {"input_ids": ids, "attention_mask": mask, "labels": ids}
+
+    model = make_model(case.model, device="meta")
+    task = Task(model=model, loss=lambda model, batch: model(**batch).loss, make_batch=make_batch)
+    rows, size = case.rows(100, known.tokens), known.samples
+    passes = [padded(rows[at : at + size]) for at in range(0, len(rows), size)]
+    spec = trace_task(task, name=name, ways=[("bf16", "none")])
+    spec = replace(spec, lengths=tuple(batch["input_ids"].shape[1] for batch in passes))
+    plan = Plan(strategy="fsdp", precision="bf16", accumulate=case.passes)
+    for as_graphs in (True, False):
+        memory = estimate(spec, plan=plan, num_ranks=1, batch=size, made_on_device=True, as_graphs=as_graphs)
+        measuring.show(f"{name}, {'units' if as_graphs else 'off'}", {"reserved_bytes": memory.reserved_bytes})
+
+
 def make_tokenizer(num_words: int) -> Any:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -257,8 +285,13 @@ def make_trainer(case: Case, contestant: str, args: dict[str, Any], **given: Any
 
 def main() -> None:
     out = measuring.RESULTS / "trainer_hf_h200.json"
-    defaults = {"cases": list(CASES), "contestants": CONTESTANTS, "limit": 120.0, "tiny": False, "out": out}
-    asked = measuring.options(__doc__, one="", case="", **defaults)
+    defaults = {"cases": list(CASES), "contestants": CONTESTANTS, "limit": 120.0, "tiny": False, "predict": False}
+    asked = measuring.options(__doc__, one="", case="", out=out, **defaults)
+    if asked.predict:
+        for case in asked.cases:
+            if CASES[case].rows is any_rows:
+                predict(case)
+        return None
     if asked.one:
         return workers.tell(measure(asked.case, asked.one, tiny=asked.tiny))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -12,7 +12,7 @@ A case is a model, and the lengths of its batches in turn. `new shapes` is the w
 16 lengths come up for the first time, in a new model each.
 
 `--contestants units` runs one alone, whose memory does not mix with that of others. `--predict` prints what the planner
-says of `units` in the first cases, without a GPU.
+says of `units` in the first cases, without a GPU; of several lengths, memory with graphs and without.
 
     reserved_bytes   the most that the allocator reserved during warm-up and later, without what others hold
     device_bytes     what the device had in use besides what others hold, with the driver's data of graphs; the first
@@ -60,7 +60,14 @@ class Case:
 
 _FIXED = ("off", "units")
 # Of one length, and of models that read tokens alone.
-_PREDICTED = ("qwen3-0.6b", "smollm2-360m", "bert-large", "llama-1b")
+_PREDICTED = (
+    "qwen3-0.6b",
+    "smollm2-360m",
+    "bert-large",
+    "llama-1b",
+    "qwen3-0.6b, 4 lengths",
+    "smollm2-360m, 4 lengths",
+)
 _VARYING = ("off", "units", "torch_ddp")
 CASES = {
     "qwen3-0.6b": Case(model="qwen3-0.6b", lengths=(1024,), contestants=_FIXED),
@@ -206,7 +213,7 @@ def measure_new_shapes(case: Case, *, blocks: int) -> dict[str, Any]:
 
 
 def predict(name: str, case: Case) -> None:
-    """Print the planner's time and memory of a loop whose units are CUDA graphs."""
+    """Print the planner's time and memory of a loop whose units are CUDA graphs; of several lengths, its memory."""
 
     def make_batch(size: int) -> Batch:
         ids = torch.randint(5, 30000, (size, case.lengths[0]), device="meta")
@@ -220,6 +227,14 @@ def predict(name: str, case: Case) -> None:
     plan = Plan(strategy="fsdp", precision="bf16", micro_batch=case.samples)
     ways = traced_ways(trace_task(task, name=name, ways=[]), plan=plan)
     spec = trace_task(task, name=name, ways=[(plan.precision, way) for way in ways])
+    if len(case.lengths) > 1:
+        spec = replace(spec, lengths=case.lengths)
+        for as_graphs in (True, False):
+            memory = estimate(
+                spec, plan=plan, num_ranks=1, batch=case.samples, made_on_device=True, as_graphs=as_graphs
+            )
+            measuring.show(f"{name}, {'units' if as_graphs else 'off'}", {"reserved_bytes": memory.reserved_bytes})
+        return
     memory = estimate(spec, plan=plan, num_ranks=1, batch=case.samples, as_graphs=True)
     time = estimate_time(spec, plan=plan, cluster=cluster_of("1xh200"), optimizer="adamw-fused", as_graphs=True)
     assert time is not None

@@ -12,7 +12,7 @@ SHELL = (
     *("shardwise.engine.guards", "shardwise.engine.graphs", "shardwise.engine.optimizer"),
     *("shardwise.engine.activations", "shardwise.engine.offload", "shardwise.engine.out_of_memory"),
     *("shardwise.engine.plan_change", "shardwise.engine.prepared", "shardwise.engine.prepare"),
-    *("shardwise.engine.engine", "shardwise.engine.last_issued", "shardwise.engines"),
+    *("shardwise.engine.engine", "shardwise.engine.our_engine", "shardwise.engine.last_issued", "shardwise.engines"),
     *("shardwise.comm.watch", "shardwise.comm.stall", "shardwise.comm.record_writer", "shardwise.comm.noticeboard"),
 )
 

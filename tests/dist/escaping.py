@@ -10,6 +10,10 @@ escaping_arguments.py  what they are given
 escaping_results.py    what they return
 escaping_hooks.py      hooks and autograd.Functions
 escaping_torch.py      modes of torch, checkpoints, errors in between
+escaping_python.py     counters, iterators, log lines, control flow
+escaping_lookups.py    attributes, keys and references that change or come later
+escaping_tensors.py    tensors of unusual kinds
+escaping_functions.py  transformed functions and weights, torch's modes inside
 """
 
 import random

@@ -1,5 +1,8 @@
 """Programs whose units read settings from outside: closures, globals, classes, config objects (escaping.py)."""
 
+import functools
+import threading
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
@@ -136,3 +139,95 @@ def set_of_names(prepare: Prepare) -> list[Any]:
             return super().forward(x) if "skip" not in enabled else x + self.down(self.up(x))
 
     return loop(prepare, Net(Own), before=lambda step, net: enabled.add("skip") if step == 9 else None)
+
+
+_CONTEXT_SCALE: ContextVar[float] = ContextVar("scale", default=1.0)
+
+
+@program
+def context_variable(prepare: Prepare) -> list[Any]:
+    class Own(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * _CONTEXT_SCALE.get())
+
+    def loss(net: Any, x: Tensor, step: int) -> Tensor:
+        token = _CONTEXT_SCALE.set(0.5 if step > 9 else 1.0)
+        try:
+            return net(x).square().mean()
+        finally:
+            _CONTEXT_SCALE.reset(token)
+
+    return loop(prepare, Net(Own), loss=loss, steps=28)
+
+
+_LOCAL = threading.local()
+
+
+@program
+def thread_local(prepare: Prepare) -> list[Any]:
+    class Own(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * getattr(_LOCAL, "scale", 1.0))
+
+    def before(step: int, net: Any) -> None:
+        _LOCAL.scale = 0.5 if step > 9 else 1.0
+
+    return loop(prepare, Net(Own), before=before, steps=28)
+
+
+class _Settings:
+    """Attributes that are looked up when they are read."""
+
+    def __init__(self) -> None:
+        self.values = {"scale": 1.0}
+
+    def __getattr__(self, name: str) -> Any:
+        return self.__dict__["values"][name]
+
+
+@program
+def attributes_looked_up(prepare: Prepare) -> list[Any]:
+    settings = _Settings()
+
+    class Own(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * settings.scale)
+
+    def before(step: int, net: Any) -> None:
+        settings.values["scale"] = 0.5 if step > 9 else 1.0
+
+    return loop(prepare, Net(Own), before=before, steps=28)
+
+
+@program
+def method_bound_later(prepare: Prepare) -> list[Any]:
+    class Own(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act = torch.tanh
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.down(self.act(self.up(x)))
+
+    def before(step: int, net: Any) -> None:
+        if step == 9:
+            net.blocks[1].act = torch.relu
+
+    return loop(prepare, Net(Own), before=before, steps=28)
+
+
+@program
+def partial_with_a_setting(prepare: Prepare) -> list[Any]:
+    class Own(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act = functools.partial(torch.nn.functional.leaky_relu, negative_slope=0.1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.down(self.act(self.up(x)))
+
+    def before(step: int, net: Any) -> None:
+        if step == 9:
+            net.blocks[1].act.keywords["negative_slope"] = 0.5
+
+    return loop(prepare, Net(Own), before=before, steps=28)

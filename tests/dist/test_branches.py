@@ -50,7 +50,7 @@ def trains(
     step: Callable[[], None],
     observe: Callable[[Tensor], None],
 ) -> None:
-    """The loop that is compared. `backward(*numbers)` is of the sum of their losses."""
+    """The loop that is compared. `backward(*numbers)` is of the sum of their losses; with `again`, twice in turn."""
     for first in range(0, 40, 10):
         backward(first, first + 1)
         step()
@@ -59,6 +59,7 @@ def trains(
             observe(loss(first + 3))
         backward(first + 4, evaluated=first + 5)
         backward(first + 6)
+        backward(first + 7, again=True)
         step()
 
 
@@ -71,12 +72,15 @@ def on_a_rank(rank: int, strategy: str, dynamic: bool) -> tuple[list[float], lis
     def loss(number: int) -> Tensor:
         return loss_of(model, number=number, rank=rank)
 
-    def backward(*numbers: int, evaluated: int | None = None) -> None:
+    def backward(*numbers: int, evaluated: int | None = None, again: bool = False) -> None:
         losses = [loss(number) for number in numbers]
         if evaluated is not None:
             with torch.no_grad():
                 seen.append(loss(evaluated).item())
-        sum(losses).backward()
+        total = sum(losses)
+        if again:
+            total.backward(retain_graph=True)
+        total.backward()
 
     def step() -> None:
         optimizer.step()
@@ -90,9 +94,10 @@ def in_one_process(rank: int) -> tuple[list[float], list[Tensor]]:
     model, optimizer = make_model()
     seen: list[float] = []
 
-    def backward(*numbers: int, evaluated: int | None = None) -> None:
+    def backward(*numbers: int, evaluated: int | None = None, again: bool = False) -> None:
         for other in range(RANKS):
-            (sum(loss_of(model, number=number, rank=other) for number in numbers) / RANKS).backward()
+            for _ in range(1 + again):
+                (sum(loss_of(model, number=number, rank=other) for number in numbers) / RANKS).backward()
         if evaluated is not None:
             seen.append(loss_of(model, number=evaluated, rank=rank).item())
 

@@ -13,15 +13,19 @@ from whole import whole
 
 import shardwise
 from shardwise.checkpoint import Checkpoints, open_checkpoint
-from shardwise.engine.prepared.slices import held
+from shardwise.engine.protocol import require_engine
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 
 STRATEGIES = {name: Plan(strategy=name) for name in ("ddp", "zero1", "zero2", "shard_grad_op", "fsdp")}
-HYBRID = {"hybrid": Plan(strategy="fsdp", mesh=Mesh(replicate=2, shard=2))}
+# hpz and hpz2: gathers inside the shard axis, states over all ranks.
+HYBRID = {
+    name: Plan(strategy="fsdp", across=across, mesh=Mesh(replicate=2, shard=2))
+    for name, across in (("hybrid", "ddp"), ("hpz", "zero1"), ("hpz2", "zero2"))
+}
 RANKS = (1, 2, 3, 4)
 # Checkpoints of the usual run: zero1 holds what zero2 holds between two steps, and shard_grad_op what fsdp holds.
-SAVED = ("ddp", "zero2", "fsdp", "hybrid")
+SAVED = ("ddp", "zero2", "fsdp", "hybrid", "hpz")
 # (ranks, kind) of a job, and the whole state of its model and optimizer.
 Job = tuple[int, str]
 State = dict[str, Any]
@@ -134,7 +138,7 @@ def check_own(own: dict[str, Any] | None, *, rank: int, expected: bool) -> None:
 
 def held_values(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
     """All that this rank holds: slices, their states, options; buffers on rank 0, whose are the ones that count."""
-    mine = held(model)
+    mine = require_engine(model).held(model)
     values: list[Any] = [[group[key] for key in ("lr", "weight_decay")] for group in optimizer.param_groups]
     for part in mine.slices:
         if part.name != "empty":
@@ -182,16 +186,16 @@ def saved(
         names = [kind for kind in kinds(num_ranks) if is_whole or kind in SAVED]
         args = (str(folder / str(num_ranks)), num_ranks, names)
         states |= run_ranks(save_each_kind, num_ranks=num_ranks, args=args)[0]
-    assert len(states) == (21 if is_whole else 13)
+    assert len(states) == (23 if is_whole else 14)
     return folder, states
 
 
 EACH = [(num_ranks, list(kinds(num_ranks))) for num_ranks in RANKS]
-"""441 pairs: 21 checkpoints, each into 21 jobs."""
+"""529 pairs: 23 checkpoints, each into 23 jobs."""
 
 
-# Every checkpoint into a number of ranks that divides nothing, and into hybrid.
-SOME = [(3, ["fsdp"]), (4, ["hybrid"])]
+# Every checkpoint into a number of ranks that divides nothing, and onto meshes of two axes.
+SOME = [(3, ["fsdp"]), (4, ["hybrid", "hpz2"])]
 
 
 @pytest.mark.parametrize(("num_ranks", "into"), [*SOME, *whole(*EACH)])

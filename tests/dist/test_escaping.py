@@ -6,11 +6,15 @@
 from collections import Counter
 
 import escaping_arguments
+import escaping_functions
 import escaping_hooks
+import escaping_lookups
+import escaping_python
 import escaping_random
 import escaping_results
 import escaping_settings
 import escaping_state
+import escaping_tensors
 import escaping_torch
 import pytest
 from escaping import Ending, Program, ending
@@ -24,6 +28,10 @@ PROGRAMS: dict[str, Program] = {
     **escaping_results.PROGRAMS,
     **escaping_hooks.PROGRAMS,
     **escaping_torch.PROGRAMS,
+    **escaping_python.PROGRAMS,
+    **escaping_lookups.PROGRAMS,
+    **escaping_tensors.PROGRAMS,
+    **escaping_functions.PROGRAMS,
 }
 # Programs of the usual run: one of each kind.
 USUAL = (
@@ -45,6 +53,7 @@ USUAL = (
     *("dict_out", "empty_tuple_out", "returns_a_view_of_its_input", "hook_that_goes_again", "own_function"),
     *("checkpoint_inside", "recomputed_with_buffers", "branch_by_a_value", "error_in_a_unit", "two_models_in_turn"),
     "checkpoint_around_buffers",
+    *("counter_of_the_class", "exception_as_control_flow", "attribute_added_later", "value_by_numpy", "vmap_inside"),
 )
 # Programs that end differently on graphs, and how. In the first a unit and something else use one tensor, so that gradients
 # are added up in another order; of the other one nobody can know.

@@ -136,6 +136,18 @@ def test_fp8_is_not_bf16() -> None:
     assert any(not torch.equal(result.weights[name], one) for name, one in expected("llama", "tensorwise").items())
 
 
+@pytest.mark.parametrize("across", ["zero1", "zero2"])
+def test_states_over_all_ranks_have_the_bits_of_hybrid_sharding_in_fp8(across: str) -> None:
+    mesh = Mesh(replicate=2, shard=2)
+    hybrid, over_all = (
+        run_ranks(on_ranks, num_ranks=4, args=(case_of("llama"), plan_of("fsdp", mesh=mesh, across=one), True))
+        for one in ("ddp", across)
+    )
+    for found, wanted in zip(over_all, hybrid, strict=True):
+        assert found.losses == wanted.losses
+        check_equal(found.weights, wanted.weights)
+
+
 def test_three_ranks_train_alike_under_ddp_and_fsdp() -> None:
     """Slices cut through weights."""
     first, *others = (
@@ -154,6 +166,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "states in host memory": {"offload_states": True},
     "dynamic": {"dynamic": True},
     "a mesh of two groups": {"mesh": Mesh(replicate=2, shard=1)},
+    "states over all ranks": {"mesh": Mesh(replicate=2, shard=1), "across": "zero2"},
     "one block kept in bf16": {"keep_bf16": ("blocks.0",)},
     "a mix of strategies": {"overrides": {"blocks.1": "ddp", "blocks.2": "zero2"}},
 }

@@ -24,8 +24,7 @@ from whole import in_turn, whole
 import shardwise
 from shardwise.comm.agreement import exchange
 from shardwise.engine.engine import engine_of
-from shardwise.engine.prepared.grad_norms import clip_grad_norm_
-from shardwise.engines import prepare
+from shardwise.engines import clip_grad_norm_, prepare
 from shardwise.errors import ShardwiseError
 from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan

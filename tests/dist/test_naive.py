@@ -11,13 +11,13 @@ import torch
 from cases import MODELS, adamw, by_weight_decay, sgd
 from ranks import run_ranks
 from torch import Tensor, nn
-from whole import strategies
+from whole import strategies, whole
 
 import shardwise
 from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import STRATEGIES
+from shardwise.plan.placement import ACROSS, STRATEGIES
 from shardwise.program.naive import NaiveExecutor
 
 # The batches of each step; those of the second one are added up.
@@ -97,6 +97,20 @@ def test_they_are_bit_equal_on_replicas(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", strategies("fsdp"))
 def test_they_are_bit_equal_on_a_mesh_of_two_axes(strategy: str) -> None:
     assert_equal(Plan(strategy=strategy, mesh=Mesh(replicate=2, shard=2)), num_ranks=4)
+
+
+@pytest.mark.parametrize("across", ACROSS[1:])
+@pytest.mark.parametrize(("strategy", "shard"), [("fsdp", 2), ("shard_grad_op", 1), *whole(("shard_grad_op", 2))])
+def test_they_are_bit_equal_where_states_are_sharded_over_all_ranks(strategy: str, shard: int, across: str) -> None:
+    plan = Plan(strategy=strategy, across=across, mesh=Mesh(replicate=2, shard=shard), piece_bytes=300)
+    assert_equal(plan, num_ranks=2 * shard)
+
+
+def test_they_are_bit_equal_where_few_units_are_sharded_over_all_ranks() -> None:
+    overrides = {"blocks.0": "ddp", "blocks.1": "fsdp", "blocks.2": "zero1"}
+    assert_equal(
+        Plan(strategy="zero2", across="zero2", overrides=overrides, mesh=Mesh(replicate=2, shard=2)), num_ranks=4
+    )
 
 
 def test_they_are_bit_equal_where_units_differ() -> None:

@@ -259,6 +259,21 @@ def test_slices_that_are_under_way_over_a_second_axis_are_predicted_to_the_byte(
     assert in_fp32.allocated_bytes - in_bf16.allocated_bytes == results[0][0] - results[1][0]
 
 
+def test_the_peak_of_states_over_all_ranks_is_predicted_to_a_hundredth() -> None:
+    """Of 8 ranks, and of one of 64; in an accumulation, whose passes keep slices, too."""
+    ways = [
+        {"across": "zero1"},
+        {"across": "zero2", "piece_bytes": 4000},
+        {"across": "zero1", "accumulate": 3, "recompute": "full"},
+        {"across": "zero2", "accumulate": 3, "reduce_dtype": "bf16"},
+        {"across": "zero2", "accumulate": 3, "accumulate_reduced": True, "strategy": "shard_grad_op"},
+        {"across": "zero2", "precision": "bf16", "overrides": {"blocks.1": "ddp"}},
+    ]
+    check("gpt", [Plan(mesh=Mesh(replicate=4, shard=2), **way) for way in ways], num_ranks=8)  # type: ignore[arg-type]
+    large = [Plan(mesh=Mesh(replicate=8, shard=8), **way) for way in ways[:4]]  # type: ignore[arg-type]
+    check("llama with a large head", large, num_ranks=64)
+
+
 def tracked(rank: int, name: str, plan: Plan, num_ranks: int) -> int:
     """The peak that torch's own tracker of fully_shard counts in a second step."""
     dist.destroy_process_group()

@@ -34,6 +34,7 @@ PLANS = [
         Plan(strategy="zero2", precision="bf16"),
         Plan(strategy="shard_grad_op", precision="fp16"),
         Plan(strategy="fsdp", mesh=Mesh(replicate=2, shard=1)),
+        Plan(strategy="fsdp", across="zero2", mesh=Mesh(replicate=2, shard=1)),
         Plan(strategy="fsdp", offload_states=True),
         Plan(strategy="ddp", engine="torch"),
         Plan(strategy="fsdp", engine="torch"),

@@ -180,6 +180,7 @@ def resumed(rank: int, name: str, first: Plan, then: Plan, folder: str | None) -
 
 MIXED = Plan(strategy="fsdp", overrides={"blocks.1": "ddp", "blocks.2": "zero1"}, recompute="full")
 HYBRID = Plan(strategy="fsdp", mesh=Mesh(replicate=2, shard=2))
+ACROSS = [replace(HYBRID, across=across) for across in ("zero1", "zero2")]
 
 
 @pytest.mark.parametrize(
@@ -187,6 +188,8 @@ HYBRID = Plan(strategy="fsdp", mesh=Mesh(replicate=2, shard=2))
     [
         (2, "adapted", Plan(strategy="ddp"), MIXED),
         (2, "gpt", MIXED, Plan(strategy="zero2", offload_states=True, precision="fp32")),
+        (4, "awkward", ACROSS[0], Plan()),
+        (4, "gpt", HYBRID, ACROSS[1]),
         (2, "gpt", Plan(offload_states=("blocks.1",)), Plan(offload_states=("blocks.0", "(root)"), recompute="full")),
         *whole(
             *(
@@ -199,7 +202,7 @@ HYBRID = Plan(strategy="fsdp", mesh=Mesh(replicate=2, shard=2))
                 (4, name, first, then)
                 for name in ("gpt", "awkward")
                 for first, then in permutations(
-                    (HYBRID, Plan(strategy="ddp"), Plan(strategy="zero2", mesh=Mesh(replicate=2, shard=2)), Plan()), 2
+                    (HYBRID, *ACROSS, Plan(strategy="ddp"), Plan(strategy="zero2", mesh=HYBRID.mesh), Plan()), 2
                 )
             ),
             (2, "gpt", Plan(offload_states=True), Plan(strategy="ddp")),

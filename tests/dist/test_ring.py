@@ -94,6 +94,19 @@ def many_at_once(rank: int, late: bool) -> bool:
     )
 
 
+def two_models_in_one_group(rank: int) -> bool:
+    """Works of two values under way in one group, of sizes that differ."""
+    group, models = world_group(), (RingCollectives(), RingCollectives())
+    buffers = [values(4 + 5000 * (number % 2), rank=rank, dtype=torch.int64) for number in range(40)]
+    expected = [buffer.clone() for buffer in buffers]
+    works = [models[number % 2].all_reduce(buffer, group=group) for number, buffer in enumerate(buffers)]
+    for work in works:
+        work.wait()
+    for buffer in expected:
+        BackendCollectives().all_reduce(buffer, group=group).wait()
+    return all(torch.equal(one, other) for one, other in zip(buffers, expected, strict=True))
+
+
 def fail_on_the_thread(rank: int) -> list[str]:
     """There is no addition of 8-bit floats."""
     group = Group(handle=dist.new_group(), ranks=world_group().ranks, index=rank)
@@ -177,6 +190,10 @@ def test_the_ring_equals_the_backend_for_every_size(ranks: tuple[int, ...], dtyp
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_many_works_on_two_groups_may_be_under_way(num_ranks: int, late: bool) -> None:
     assert run_ranks(many_at_once, num_ranks=num_ranks, args=(late,)) == [True] * num_ranks
+
+
+def test_models_that_share_a_group_take_turns_in_it() -> None:
+    assert run_ranks(two_models_in_one_group, num_ranks=2) == [True] * 2
 
 
 def test_wait_raises_what_was_raised_on_the_thread_and_the_group_is_closed() -> None:

@@ -13,6 +13,7 @@ from whole import whole
 from shardwise.comm.collectives import BackendCollectives
 from shardwise.engine.core.tape import TapeEntry
 from shardwise.engine.engine import engine_of, tape
+from shardwise.engine.prepared.accumulate import accumulate
 from shardwise.engines import prepare
 from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
@@ -43,7 +44,7 @@ def compare_with_program(rank: int, model_name: str, plans: list[Plan]) -> int:
                 for entry, operation in zip(entries, expected, strict=True):
                     assert entry.stream == operation.kind.stream
                     # What is issued is what is counted, and padding.
-                    assert operation.num_bytes <= entry.num_bytes or entry.kind is Kind.BROADCAST
+                    assert operation.num_bytes <= entry.num_bytes or entry.kind is Kind.BROADCAST, (entry, operation)
                 compared += len(entries)
     return compared
 
@@ -81,6 +82,46 @@ def test_the_tape_on_every_mesh_and_with_overrides_is_the_program(ways: list[tup
         Plan(strategy=strategy, mesh=mesh, overrides=overrides) for strategy in STRATEGIES for mesh, overrides in ways
     ]
     assert min(run_ranks(compare_with_program, num_ranks=4, args=("gpt", plans))) > 500
+
+
+def test_the_tape_where_states_are_sharded_over_all_ranks_is_the_program() -> None:
+    across = [
+        Plan(strategy=strategy, across=across, mesh=HYBRID, prefetch=prefetch, **keys)
+        for strategy, across, prefetch, keys in (
+            ("fsdp", "zero1", 1, {"precision": "bf16", "reduces_in_flight": 2}),
+            ("fsdp", "zero2", 0, {}),
+            ("shard_grad_op", "zero2", 2, {"overrides": {"blocks.0": "zero1"}}),
+        )
+    ]
+    assert min(run_ranks(compare_with_program, num_ranks=4, args=("gpt", across))) > 200
+
+
+def compare_passes_with_program(rank: int, plan: Plan) -> int:
+    """Two passes of which the last one crosses nodes."""
+    model, batch = MODELS["gpt"]()
+    optimizer = torch.optim.AdamW(model.parameters())
+    prepare(model, optimizer, plan)
+    with tape(model) as recorded:
+        for step in range(2):
+            for keeps in (True, False):
+                with accumulate(model, enabled=keeps):
+                    cross_entropy(model, batch(step, rank)).backward()
+                entries = recorded.take()
+                program = build(engine_of(model).core.followed.spec, plan=plan, reduces=not keeps)
+                *before, last = program.rows
+                # Only the first pass of a step finds slices on their way.
+                found = [operation for row in before for operation in row.operations]
+                expected = [str(one) for one in found if keeps or one.kind is not Kind.WAIT_GATHER_SLICE]
+                assert [str(entry) for entry in entries] == expected or not step
+            optimizer.step()
+            optimizer.zero_grad()
+            assert [str(entry) for entry in recorded.take()] == [str(one) for one in last.operations]
+    return len(entries)
+
+
+def test_the_tape_of_passes_that_stay_inside_a_node_is_the_program() -> None:
+    plan = Plan(strategy="fsdp", across="zero2", mesh=HYBRID)
+    assert min(run_ranks(compare_passes_with_program, num_ranks=4, args=(plan,))) > 30
 
 
 def slices_on_tape(rank: int, plan: Plan) -> list[tuple[str, int, int]]:

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from reliability.said import say
 from shardwise.comm.collectives import BackendCollectives, Collectives
 from shardwise.engine.engine import engine_of
-from shardwise.engine.prepared.grad_norms import clip_grad_norm_
-from shardwise.engines import prepare
+from shardwise.engines import clip_grad_norm_, prepare
 from shardwise.errors import ShardwiseError
 from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan

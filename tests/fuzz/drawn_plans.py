@@ -10,7 +10,7 @@ from shardwise.engine.plan_change.replan import _FIXED
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.patterns import unmatched
-from shardwise.plan.placement import SHARDED, STRATEGIES
+from shardwise.plan.placement import ACROSS, SHARDED, STRATEGIES
 from shardwise.units import unit_modules
 
 # Keys that are not drawn, with the reason.
@@ -58,6 +58,7 @@ DRAWN_HERE = (
         "fp8_recipe",
         "owned",
         "mesh",
+        "across",
         "uncaptured",
         "tile",
     ),
@@ -117,7 +118,19 @@ def draw_plan(
         plan |= {name: value for name, value in like.items() if name in fixed}
     if not {plan["strategy"], *plan.get("overrides", {}).values()} <= _OFFLOADED or "owned" in plan:
         plan.pop("offload_states", None)
-    return plan
+    return plan | _draw_across(random, plan)
+
+
+def _draw_across(random: Random, plan: dict[str, Any]) -> dict[str, Any]:
+    """Return the strategy across the replicate axis of a mesh, where there is something to shard over it."""
+    is_sharded = _shards_params([plan["strategy"], *plan.get("overrides", {}).values()])
+    if "mesh" not in plan or plan["mesh"][0] == 1 or not is_sharded or "owned" in plan or "offload_states" in plan:
+        return {}
+    return {"across": random.choice(ACROSS)}
+
+
+def _shards_params(rows: list[str]) -> bool:
+    return any(STRATEGIES[row].params is SHARDED for row in rows)
 
 
 def _draw_fp8(random: Random) -> dict[str, Any]:
@@ -150,6 +163,8 @@ def as_plan(keys: dict[str, Any], *, model: nn.Module) -> Plan:
         found["tile"] = {name: value for name, value in keys["tile"].items() if name in modules}
     if "mesh" in keys:
         found["mesh"] = Mesh(replicate=keys["mesh"][0], shard=keys["mesh"][1])
+    if "mesh" not in keys or not _shards_params([keys["strategy"], *found["overrides"].values()]):
+        found.pop("across", None)
     return Plan(**found)
 
 

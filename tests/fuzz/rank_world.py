@@ -220,7 +220,10 @@ class Rank(World):
         with smaller_job(self.num_ranks - 1) as is_member:
             try:
                 if is_member:
-                    self._load(folder / "first", {name: value for name, value in keys.items() if name != "mesh"})
+                    self._load(
+                        folder / "first",
+                        {name: value for name, value in keys.items() if name not in ("mesh", "across")},
+                    )
                     self._save(folder / "second")
             except Exception as error:
                 failure = error

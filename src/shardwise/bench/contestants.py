@@ -14,7 +14,7 @@ from shardwise.errors import InvalidPlan, UnknownName
 from shardwise.plan import Plan
 from shardwise.plan.limits import LIMITS, EngineLimits, Setting, lives_alike
 from shardwise.plan.patterns import Patterns
-from shardwise.plan.placement import AUTO, SHARDED, Placement, placement_of, strategy_of
+from shardwise.plan.placement import AUTO, Placement, placement_of, strategy_of
 from shardwise.train.config import TrainConfig
 from shardwise.train.config_section import InvalidConfig
 
@@ -74,7 +74,7 @@ def why_not(engine: str, strategy: str, config: TrainConfig) -> str:
         config = replace(config, plan=plan_for(engine, strategy, config.plan))
     except (InvalidPlan, InvalidConfig) as error:
         return str(error)
-    if config.optimizer.name == "muon" and contestant.package and placement_of(strategy).optim is SHARDED:
+    if config.optimizer.name == "muon" and contestant.package and placement_of(strategy).optim.is_sharded:
         return f"{engine} would give Muon slices of matrices"
     if contestant.package and find_spec(contestant.package) is None:
         return f"{contestant.package} is not installed: pip install {contestant.install}"
@@ -110,7 +110,7 @@ def _why_not_by_peer(contestant: Contestant, config: TrainConfig, *, name: str) 
     reason = _lacks(EngineLimits(name=name, can_place=contestant.can_place, run_settings=settings), plan)
     if reason:
         return reason
-    is_sharded = placement_of(plan.strategy).params is SHARDED
+    is_sharded = placement_of(plan.strategy).params.is_sharded
     if plan.precision not in ("fp32", "bf16"):
         return f"{name} runs in fp32 and bf16 here, not in {plan.precision}"
     if plan.recompute == "selective":

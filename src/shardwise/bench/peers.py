@@ -24,7 +24,7 @@ from shardwise.bench.gradients import plain_name
 from shardwise.bench.peer_setup import accumulating, job_variables, make_real, unit_classes
 from shardwise.engine.core.precision import planned_dtype
 from shardwise.plan import Plan
-from shardwise.plan.placement import SHARDED, placement_of
+from shardwise.plan.placement import placement_of
 from shardwise.torch_engine.prepare import rename_parameters, shard_units
 from shardwise.train.config import TrainConfig
 from shardwise.train.training_state import Update
@@ -59,7 +59,7 @@ def _accelerator(model: nn.Module, *, plan: Plan, device: torch.device) -> Any:
     AcceleratorState._reset_state(reset_partial_state=True)
     options: dict[str, Any] = {"cpu": device.type == "cpu", "device_placement": False}
     placement = placement_of(plan.strategy)
-    if placement.params is not SHARDED:
+    if not placement.params.is_sharded:
         ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, bucket_cap_mb=_bucket_mb(plan))
         precision = "bf16" if plan.precision == "bf16" else "no"
         return Accelerator(mixed_precision=precision, kwargs_handlers=[ddp], **options)
@@ -105,9 +105,9 @@ def _fabric(model: nn.Module, *, plan: Plan, device: torch.device) -> Any:
 
     placement, num_ranks = placement_of(plan.strategy), dist.get_world_size()
     # A sharded model is cast by its own policy; autocast would cast again.
-    precision = "bf16-mixed" if plan.precision == "bf16" and placement.params is not SHARDED else "32-true"
+    precision = "bf16-mixed" if plan.precision == "bf16" and not placement.params.is_sharded else "32-true"
     strategy: Any
-    if placement.params is not SHARDED:
+    if not placement.params.is_sharded:
         strategy = DDPStrategy(gradient_as_bucket_view=True, bucket_cap_mb=_bucket_mb(plan))
     elif device.type == "cpu":
         strategy = ModelParallelStrategy(
@@ -147,8 +147,8 @@ def _this_job() -> Any:
 
 
 def _sharded(model: nn.Module, mesh: Any, *, plan: Plan) -> nn.Module:
-    placements = plan.placements(unit_modules(model, policy=plan.units))
-    shard_units(model, plan=plan, placements=placements, mesh=mesh["data_parallel"])
+    modules = unit_modules(model, policy=plan.units)
+    shard_units(model, modules, plan=plan, placements=plan.placements(modules), mesh=mesh["data_parallel"])
     return model
 
 

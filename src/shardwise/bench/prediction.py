@@ -13,6 +13,7 @@ from shardwise.hardware.cluster_file import read_cluster_file
 from shardwise.hardware.device_file import device_like
 from shardwise.models.reference import Model
 from shardwise.plan import Plan
+from shardwise.plan.placement import ACROSS
 from shardwise.planner.search.auto import solve_plan
 from shardwise.planner.search.candidates import candidates
 from shardwise.planner.search.request import AutoRequest
@@ -83,7 +84,7 @@ class Forecast:
 
     def scaled(self, plan: Plan, *, strategies: Sequence[str]) -> list[Scaled]:
         """Predict the same training on more devices; empty if step times or links between nodes are unknown."""
-        plan = replace(plan, engine="shardwise", capture="off", mesh=None)
+        plan = replace(plan, engine="shardwise", capture="off", mesh=None, across=ACROSS[0])
         if self.cluster.fabric is None and self.cluster.device.nic is None:
             return []
         found = candidates(

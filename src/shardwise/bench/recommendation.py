@@ -13,7 +13,7 @@ from dataclasses import replace
 from shardwise.bench.case_result import CaseResult
 from shardwise.bench.results import Bench
 from shardwise.bench.spread import SpeedRelation, Spread, relation
-from shardwise.plan.placement import AUTO, SHARDED, STRATEGIES
+from shardwise.plan.placement import AUTO, STRATEGIES
 from shardwise.vocabulary.quantities import fixed_text, significant, table_unit
 
 # Memory savings below this factor are not mentioned.
@@ -58,9 +58,9 @@ def moving_parts(case: CaseResult) -> tuple[str, ...]:
         return _OPTIM, _GRADS, _PARAMS, _REGATHER, _PER_UNIT, *_MODES.get(case.mode, ())
     placement = STRATEGIES[case.strategy]
     has = {
-        _OPTIM: placement.optim is SHARDED,
-        _GRADS: placement.grads is SHARDED,
-        _PARAMS: placement.params is SHARDED,
+        _OPTIM: placement.optim.is_sharded,
+        _GRADS: placement.grads.is_sharded,
+        _PARAMS: placement.params.is_sharded,
         _REGATHER: placement.reshard_after_forward,
     }
     return *(part for part, is_there in has.items() if is_there), *_MODES.get(case.mode, ())

@@ -20,8 +20,8 @@ from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.staging import Staging
 from shardwise.checkpoint.typed import dtype_name, from_json, to_json
 from shardwise.comm.dtensor import local_part
+from shardwise.engine.owned_model import OwnedModel, OwnedSlice
 from shardwise.engine.prepared.average import EMA
-from shardwise.engine.protocol import OwnedModel, OwnedSlice
 from shardwise.errors import CheckpointError
 from shardwise.torch_engine.plain_model import state_of
 

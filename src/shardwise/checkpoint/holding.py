@@ -6,7 +6,7 @@ from math import prod
 
 from torch import Tensor, nn
 
-from shardwise.engine.protocol import OwnedModel, OwnedSlice
+from shardwise.engine.owned_model import OwnedModel, OwnedSlice
 from shardwise.errors import CheckpointError
 from shardwise.models.layers import vocabularies
 from shardwise.torch_engine.plain_model import state_of

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from shardwise.checkpoint.manifest import OPTIMIZER
 from shardwise.checkpoint.typed import dtype_name, dtype_of, from_json, to_json
 from shardwise.engine.core.parameters import unguarded
-from shardwise.engine.protocol import OwnedSlice
+from shardwise.engine.owned_model import OwnedSlice
 from shardwise.errors import CheckpointError
 
 # Marks a state of the parameter's shape in the manifest, with its dtype instead of its value.

@@ -9,7 +9,7 @@ from shardwise.cli.own_files import describe_own
 from shardwise.cli.shared_options import SampleLength
 from shardwise.errors import InvalidPlan, ShardwiseError
 from shardwise.plan import Plan
-from shardwise.plan.placement import SHARDED, placement_of
+from shardwise.plan.placement import placement_of
 from shardwise.vocabulary.printable import printable, printable_lines
 
 if TYPE_CHECKING:
@@ -127,5 +127,5 @@ def _places(strategy: str) -> tuple[str, str, str]:
     """Return where params, grads and optimizer state live under a strategy."""
     placement = placement_of(strategy)
     kept = "" if placement.reshard_after_forward else ", kept after forward"
-    params = "sharded" + kept if placement.params is SHARDED else "replicated"
+    params = "sharded" + kept if placement.params.is_sharded else "replicated"
     return params, placement.grads.value, placement.optim.value

@@ -9,7 +9,7 @@ from shardwise.cli.shared_options import AsJson, Units
 from shardwise.cli.terminal import status_line
 from shardwise.errors import InvalidPlan, UnknownName
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import STRATEGIES, resolve_strategy
+from shardwise.plan.placement import ACROSS, STRATEGIES, resolve_strategy
 from shardwise.plan.policy import AUTO_UNITS
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ def explain(
     strategy: Annotated[str | None, Argument(help=f"{', '.join(STRATEGIES)}; ring; or PLAN.toml.")] = None,
     ranks: Annotated[int, Option(help="Number of ranks.")] = 4,
     replicate: Annotated[int, Option(help="Groups of ranks that each hold all slices (hybrid sharding).")] = 1,
+    across: Annotated[str, Option(help="Strategy over those groups: ddp, zero1 or zero2.")] = ACROSS[0],
     model: Annotated[str | None, Option(help="A model of the catalogue (default: three equal blocks).")] = None,
     units: Units = AUTO_UNITS,
     prefetch: Annotated[int, Option(help="Units gathered ahead of the one that computes.")] = 1,
@@ -53,7 +54,7 @@ def explain(
 
     mesh = Mesh(replicate=replicate, shard=ranks // replicate)
     drawn = explain_as_data if as_json else explain_step
-    plan = Plan(strategy=strategy, mesh=mesh, units=units, prefetch=prefetch)
+    plan = Plan(strategy=strategy, across=across, mesh=mesh, units=units, prefetch=prefetch)
     _show(drawn(_spec(model, plan=plan), plan=plan))
 
 

@@ -43,12 +43,21 @@ _EXAMPLES = {name: example for group in COMMANDS.values() for name, example in g
 OPTIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "plan": {
         "Job": (
-            *("--cluster", "--fabric-gbps", "--seq", "--image", "--global-batch", "--optimizer", "--loss"),
+            *("--cluster", "--fabric-gbps", "--seq", "--lengths", "--image", "--global-batch", "--optimizer", "--loss"),
             *("--lora", "--lora-targets", "--quantize"),
         ),
         "Plan (what is not given is chosen)": (
             *("--strategy", "--goal", "--budget", "--host-memory", "--offload", "--micro-batch", "--accumulate"),
-            *("--accumulate-reduced", "--mesh", "--units", "--precision", "--reduce-dtype", "--recompute", "--tile"),
+            *(
+                "--accumulate-reduced",
+                "--mesh",
+                "--across",
+                "--units",
+                "--precision",
+                "--reduce-dtype",
+                "--recompute",
+                "--tile",
+            ),
             *("--compile", "--update", "--capture", "--overlap"),
         ),
         "Engine, kernels and measured devices": (

@@ -30,6 +30,7 @@ def plan(
     strategy: flags.Strategy = None,
     micro_batch: flags.MicroBatch = None,
     seq: SampleLength = None,
+    lengths: flags.Lengths = None,
     image: ImageSize = None,
     precision: Precision = "bf16",
     recompute: flags.Recompute = None,
@@ -38,6 +39,7 @@ def plan(
     accumulate_reduced: flags.AccumulateReduced = None,
     update: flags.Update = "step",
     mesh: flags.MeshShape = None,
+    across: flags.Across = None,
     units: Units = AUTO_UNITS,
     reduce_dtype: flags.ReduceDtype = None,
     budget: flags.Budget = None,
@@ -83,13 +85,13 @@ def plan(
         )
     options = PlanOptions(
         model=model, cluster=cluster, fabric_gbps=fabric_gbps, strategy=strategy, micro_batch=micro_batch, seq=seq,
-        image=image, precision=precision, recompute=recompute, global_batch=global_batch, accumulate=accumulate,
-        accumulate_reduced=accumulate_reduced, update=update, mesh=mesh, units=units, reduce_dtype=reduce_dtype,
-        budget=budget, host_memory=host_memory, offload=offload, lora=lora, lora_targets=lora_targets,
-        quantize=quantize, optimizer=optimizer, goal=goal, engine=engine, devices=devices, software=software,
-        attention=attention, matmul=matmul, norms=norms, matmul_precision=matmul_precision, compile=compile_with,
-        capture=capture, like=like, overlap=overlap, tile=tuple(tile or ()), loss=loss, here=here, tokens=tokens,
-        price=price, frontier=frontier, scale=scale, timeline=timeline,
+        lengths=lengths, image=image, precision=precision, recompute=recompute, global_batch=global_batch,
+        accumulate=accumulate, accumulate_reduced=accumulate_reduced, update=update, mesh=mesh, across=across,
+        units=units, reduce_dtype=reduce_dtype, budget=budget, host_memory=host_memory, offload=offload, lora=lora,
+        lora_targets=lora_targets, quantize=quantize, optimizer=optimizer, goal=goal, engine=engine, devices=devices,
+        software=software, attention=attention, matmul=matmul, norms=norms, matmul_precision=matmul_precision,
+        compile=compile_with, capture=capture, like=like, overlap=overlap, tile=tuple(tile or ()), loss=loss,
+        here=here, tokens=tokens, price=price, frontier=frontier, scale=scale, timeline=timeline,
     )  # fmt: skip
     if serve:
         from shardwise.cli.plan_page import serve_page

@@ -11,7 +11,7 @@ from shardwise.cli.strategies import strategies_for_engine, strategy_names
 from shardwise.errors import InvalidPlan
 from shardwise.models.reference import Model
 from shardwise.plan import Plan
-from shardwise.plan.placement import AUTO, SHARDED, STRATEGIES
+from shardwise.plan.placement import AUTO, STRATEGIES
 from shardwise.planner.search.candidates import Candidate, SpecFor, candidates, cost
 from shardwise.planner.search.recommend import Reason, Recommendation, recommend
 from shardwise.planner.search.request import AutoRequest, NoPlanFits, with_budget
@@ -153,7 +153,7 @@ def _strategies(question: PlanQuestion) -> list[str]:
     """Return the strategies of the table; only those that shard gradients can keep states in host memory."""
     plan = question.plan
     found = strategies_for_engine(question.strategy, engine=plan.engine, mesh=plan.mesh)
-    sharded = [name for name in found if STRATEGIES[name].grads is SHARDED]
+    sharded = [name for name in found if STRATEGIES[name].grads.is_sharded]
     if plan.offload_states and not sharded:
         raise InvalidPlan(
             f"--offload states with --strategy {question.strategy}: what every rank holds whole stays on the device; "

@@ -19,6 +19,11 @@ FabricSpeed = Annotated[
     Option("--fabric-gbps", min=0.1, help="Gb/s of each node's network, all ports together (default: of the cluster)."),
 ]
 
+Lengths = Annotated[
+    str | None,
+    Option("--lengths", help="Tokens per sample where batches differ, in their order: 1024,512,768. Then they repeat."),
+]
+
 # The plan; what is not given is chosen
 
 Strategy = Annotated[
@@ -64,6 +69,12 @@ Update = Annotated[
     ),
 ]
 MeshShape = Annotated[str | None, Option("--mesh", help="REPLICATExSHARD, such as 8x8 (default: the best of a few).")]
+Across = Annotated[
+    str | None,
+    Option(
+        "--across", help="What is sharded over the mesh's replicate axis: ddp, zero1, zero2 (default: ddp and zero2)."
+    ),
+]
 Recompute = Annotated[
     str | None,
     Option(

@@ -31,6 +31,7 @@ class PlanOptions:
     strategy: str | None = None
     micro_batch: int | None = None
     seq: int | None = None
+    lengths: str | None = None
     image: int | None = None
     precision: str = "bf16"
     recompute: str | None = None
@@ -39,6 +40,7 @@ class PlanOptions:
     accumulate_reduced: bool | None = None
     update: str = "step"
     mesh: str | None = None
+    across: str | None = None
     units: str = AUTO_UNITS
     reduce_dtype: str | None = None
     budget: str | None = None

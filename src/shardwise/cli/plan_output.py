@@ -1,6 +1,6 @@
 """Shows the answer of `shardwise plan`: tables and sentences, or JSON."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from shardwise.cli.plan_answer import PlanAnswer
@@ -80,7 +80,8 @@ def _heading(shown: PlanAnswer) -> str:
     first, model = shown.found[0], shown.question.model
     capacity, plan = first.capacity_bytes, first.plan
     default = " (the default; --seq sets another)" if model.has_default_length else ""
-    seq = f", {first.seq} tokens per sample{default}" if first.seq else ""
+    most = "up to " if model.lengths else ""
+    seq = f", {most}{first.seq} tokens per sample{default}" if first.seq else ""
     room = f" ({fixed_text(capacity, unit=GIB)} each)" if capacity else ""
     loss = f", {model.loss} loss" if model.has_other_loss else ""
     units = f", units {plan.units}" if plan.units != AUTO_UNITS else ""
@@ -163,12 +164,26 @@ def _about_time(shown: PlanAnswer, best_or_first: Candidate) -> Iterator[str]:
         yield "The time of Muon's update is computed from its matrix products; it was not compared with measurements."
     if unknown is None and best_or_first.cluster.num_nodes > 1:
         yield _fabric_line(shown, best_or_first)
+        yield from _about_crossing(shown.found)
     software = first.cluster.device.software
     if unknown is None and software != CURRENT and first.cluster.device.calibration is None:
         yield f"Kernels: {software}."
     yield from _other_steps(shown)
     if unknown is None and first.cluster.device.host is None:
         yield "The speed of the host CPU is assumed; --here measures it, on the machine itself."
+
+
+def _about_crossing(found: Sequence[Candidate]) -> Iterator[str]:
+    """Say what it costs that gathers that are to stay inside a node cross nodes."""
+    for one in found:
+        mesh, per_node = one.plan.mesh, one.cluster.devices_per_node
+        if one.plan.is_sharded_across and mesh is not None and per_node % mesh.shard and one.time is not None:
+            yield (
+                f"The shard axis of {mesh} crosses nodes of {per_node} devices, and so do its gathers: communication "
+                f"is exposed for {one.time.exposed_comm_seconds / one.time.step_seconds:.0%} of the step. "
+                f"--mesh {one.cluster.num_nodes}x{per_node} keeps them inside."
+            )
+            return
 
 
 def _other_steps(shown: PlanAnswer) -> Iterator[str]:

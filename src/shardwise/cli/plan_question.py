@@ -20,6 +20,7 @@ from shardwise.cli.terminal import status_line
 from shardwise.errors import InvalidPlan, UnknownName
 from shardwise.models.adaptation import adaptation_of
 from shardwise.plan.limits import LIMITS, EngineLimits
+from shardwise.plan.placement import ACROSS
 from shardwise.planner.systems import System, system_of
 from shardwise.spec.losses import LEAN, LOSSES, USUAL
 from shardwise.vocabulary.quantities import byte_count
@@ -127,9 +128,11 @@ def model_for(options: PlanOptions) -> "Model":
     """Return the model with the chosen loss; only catalogue models have the lean one."""
     from shardwise.models.reference import Model
 
+    lengths = _lengths(options)
     named = Model(
         options.model,
-        seq=options.seq,
+        seq=max(lengths, default=options.seq),
+        lengths=lengths,
         image=options.image,
         loss=settings_of(options).loss,
         adaptation=adaptation_of(
@@ -142,6 +145,19 @@ def model_for(options: PlanOptions) -> "Model":
             f"--loss {LEAN}: {options.model} has a loss of its own; only catalogue models of tokens have this one"
         )
     return named
+
+
+def _lengths(options: PlanOptions) -> tuple[int, ...]:
+    text = options.lengths or ""
+    try:
+        found = tuple(int(word) for word in text.split(",") if text)
+    except ValueError:
+        found = (0,)
+    if min(found, default=1) < 1:
+        raise InvalidPlan(f"--lengths {text}: say the tokens per sample of each batch, as 1024,512,768")
+    if found and options.seq not in (None, max(found)):
+        raise InvalidPlan(f"--lengths {text} with --seq {options.seq}: the longest is the sample that is planned")
+    return found
 
 
 def question_of(
@@ -164,6 +180,7 @@ def question_of(
         accumulate_reduced=chosen.accumulate_reduced,
         update=options.update,
         mesh=parse_mesh(options.mesh) or hybrid_mesh(chosen.strategy, cluster=where),
+        across=options.across or ACROSS[0],
         units=options.units,
         precision=options.precision,
         reduce_dtype=chosen.reduce_dtype,

@@ -31,7 +31,7 @@ def _money(value: str) -> float:
 
 
 _TEXTS = (
-    *("model", "cluster", "strategy", "precision", "recompute", "update", "mesh", "reduce_dtype", "budget"),
+    *("model", "cluster", "strategy", "precision", "recompute", "update", "mesh", "across", "reduce_dtype", "budget"),
     *("host_memory", "offload", "optimizer", "goal", "tokens", "capture", "overlap"),
 )
 SETTINGS: Mapping[str, Callable[[str], object]] = {

@@ -117,7 +117,7 @@ def _profiles(rehearsal: "Rehearsal", *, strategies: Sequence[str]) -> "list[Pro
 
         model, seq, image, device = rehearsal.model, rehearsal.seq, rehearsal.image, rehearsal.device
         named = Model(model, seq=seq, image=image, kernels=device, while_tracing=while_tracing)
-        each = [replace(rehearsal, plan=replace(rehearsal.plan, strategy=name)) for name in strategies]
+        each = [replace(rehearsal, plan=rehearsal.plan.under(name)) for name in strategies]
         return profile_all(each, spec_for=named.spec_for, room_bytes=_room_bytes(device), run=run)
 
 

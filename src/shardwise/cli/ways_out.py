@@ -66,10 +66,10 @@ def _kinds(question: PlanQuestion) -> Iterator[tuple[str, Iterable[PlanOptions]]
     asked = question.options
     # In another system only full recomputation is certain to be the least.
     recompute = "full" if asked.like else None
-    free = replace(asked, strategy=None, mesh=None, recompute=recompute, micro_batch=None)
+    free = replace(asked, strategy=None, mesh=None, across=None, recompute=recompute, micro_batch=None)
     sized = replace(free, micro_batch=asked.micro_batch)
     yield "another strategy, {strategy}", [replace(asked, strategy=None)] if asked.strategy else []
-    yield "without --mesh", [replace(asked, mesh=None)] if asked.mesh else []
+    yield "without --mesh", [replace(asked, mesh=None, across=None)] if asked.mesh else []
     if asked.recompute != recompute:
         yield "recompute activations", [replace(asked, recompute=recompute)]
         yield "{strategy}, and recompute activations", [sized]

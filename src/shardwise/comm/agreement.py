@@ -152,7 +152,11 @@ def _in_one_line(error: Exception) -> str:
 
 def agree(describe: Callable[[], str], *, what: str) -> None:
     """Raise on every rank unless all describe the same thing, or if one cannot describe it. Collective."""
-    description = together(describe)
+    check_alike(together(describe), what=what)
+
+
+def check_alike(description: str, *, what: str) -> None:
+    """Raise on every rank unless all have the same description. Collective."""
     if all_alike(description):
         return
     everyone = exchange(description)

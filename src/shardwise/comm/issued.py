@@ -134,7 +134,8 @@ def disagreement(difference: str) -> str:
     """Return the error message for the first difference."""
     return (
         f"ranks issued different collectives in one step: {difference}; its update is not done (code that runs "
-        "differently on different ranks, or a defect of the engine: please report it)"
+        "differently on different ranks; two models in one backward, which must be prepared at once; or a defect of "
+        "the engine: please report it)"
     )
 
 

@@ -16,6 +16,7 @@ Every element is summed along one path, so its bits are the same on all ranks.
 import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -144,7 +145,7 @@ class RingCollectives:
             call()
             return NotedWork(_StreamWork(device=buffer.device), name)
         if group.handle not in self._lanes:
-            self._lanes[group.handle] = _Lane()
+            self._lanes[group.handle] = _LANES.setdefault(group.handle, _Lane())
         return NotedWork(_LaneWork(self._lanes[group.handle].submit(call)), name)
 
 
@@ -171,6 +172,10 @@ class _Lane:
         except BaseException as error:
             self._failure = error
             raise
+
+
+_LANES: WeakValueDictionary[dist.ProcessGroup, _Lane] = WeakValueDictionary()
+"""By group: models share their groups, and messages of two threads in one group would be taken for each other."""
 
 
 class _LaneWork:

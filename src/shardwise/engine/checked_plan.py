@@ -8,7 +8,7 @@ from shardwise.engine.fp8.layer_classes import check_fp8
 from shardwise.errors import InvalidPlan
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import SHARDED, Placement
+from shardwise.plan.placement import Placement
 from shardwise.spec import ModelSpec
 
 
@@ -21,7 +21,7 @@ def check_plan(plan: Plan, *, spec: ModelSpec, mesh: Mesh, device: torch.device)
     check_compile(placements, plan=plan)
     check_fp8(plan, spec=spec, device=device)
     chosen = [placement for name, placement in placements.items() if plan.has_states_on_host(name)]
-    if chosen and not any(placement.grads is SHARDED for placement in chosen):
+    if chosen and not any(placement.grads.is_sharded for placement in chosen):
         raise InvalidPlan(
             f"offload_states with strategy = {plan.strategy!r}: what every rank holds whole stays on the "
             "device; use zero2, shard_grad_op or fsdp"

@@ -18,12 +18,15 @@ from shardwise.engine.guards.guards import Guards
 from shardwise.engine.guards.inner_calls import InnerCalls
 from shardwise.engine.guards.loading import attach_loads
 from shardwise.engine.optimizer.owned import OwnedParameters
+from shardwise.engine.protocol import TrainingEngine, find_engine
 from shardwise.errors import InvalidModel
 
 
-@dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
-class Engine:
+@dataclass(kw_only=True, eq=False)
+class Engine(TrainingEngine):
     """The parts of a prepared model. A new plan (plan_change/) replaces the core and the guards, not this object.
+
+    The methods that training calls are those of OurEngine (our_engine.py), of which every object is.
 
     limit_seconds    limit for the collective functions that a user may call on one rank by mistake
     predicts_alone   out-of-memory errors include the engine's own predictions (out_of_memory/)
@@ -101,28 +104,16 @@ class Engine:
         announce(self.core.setting.events.values_read, False)
 
 
-# An attribute of the model, because a table by model would keep both alive: an engine holds its model.
-_ATTRIBUTE = "_shardwise_engine"
-
-
-def register(model: nn.Module, engine: Engine) -> None:
-    model.__dict__[_ATTRIBUTE] = engine
-
-
-def unregister(model: nn.Module) -> Engine:
-    engine: Engine = model.__dict__.pop(_ATTRIBUTE)
-    return engine
-
-
 def is_prepared(model: nn.Module) -> bool:
-    return _ATTRIBUTE in model.__dict__
+    """Return whether this engine runs a model."""
+    return isinstance(find_engine(model), Engine)
 
 
 def engine_of(model: nn.Module) -> Engine:
-    """Return the engine of a prepared model."""
-    if not is_prepared(model):
+    """Return the engine of a model that `prepare` has given to this engine."""
+    engine = find_engine(model)
+    if not isinstance(engine, Engine):
         raise InvalidModel(f"this {type(model).__name__} has not been through shardwise.prepare")
-    engine: Engine = model.__dict__[_ATTRIBUTE]
     return engine
 
 

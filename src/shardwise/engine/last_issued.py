@@ -38,6 +38,7 @@ _GROUPS = {
     Kind.FROM_OWNERS: "gather",
     Kind.REDUCE: "reduce",
     Kind.REDUCE_SLICE: "replicate",
+    Kind.GATHER_SLICE: "replicate",
     Kind.REDUCE_FLAGS: "world",
     Kind.BROADCAST: "world",
     Kind.GATHER_SCALES: "gather",

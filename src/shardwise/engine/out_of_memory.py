@@ -80,7 +80,7 @@ def held_now(engines: Sequence[Engine]) -> dict[str, int]:
     for engine in engines:
         optimizers: list[Optimizer | None] = [*engine.owned.group_names]
         for optimizer in optimizers or [None]:
-            for category, tensor in held_tensors(engine.core.model, optimizer):
+            for category, tensor in held_tensors(engine, engine.core.model, optimizer):
                 storage = tensor.untyped_storage()
                 if tensor.device == device and category != HOST and storage.nbytes():
                     seen.setdefault(storage.data_ptr(), (category, storage.nbytes()))
@@ -130,7 +130,7 @@ def _states(engine: Engine) -> Iterator[str]:
     """Predict the peak of each strategy without activations: the model is not traced."""
     plan, needs = engine.core.followed.plan, {}
     for strategy in STRATEGIES:
-        num_bytes = states_bytes(engine, replace(plan, strategy=strategy, offload_states=False))
+        num_bytes = states_bytes(engine, replace(plan.under(strategy), offload_states=False))
         if num_bytes is None:
             return
         needs[strategy] = num_bytes

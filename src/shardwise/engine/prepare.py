@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.comm.agreement import agree, together
+from shardwise.comm.agreement import check_alike, together
 from shardwise.comm.collectives import BackendCollectives, Collectives
 from shardwise.comm.groups import mesh_groups
 from shardwise.comm.join import join_job
@@ -21,13 +21,14 @@ from shardwise.engine.checked_plan import check_plan
 from shardwise.engine.core.assembly import make_core
 from shardwise.engine.core.core_setting import CoreSetting
 from shardwise.engine.core.precision import check_kept, torch_dtype, warn_upcast
-from shardwise.engine.engine import Engine, is_prepared, register
+from shardwise.engine.engine import is_prepared
 from shardwise.engine.guards.carried import broadcast_carried, follow_carried
 from shardwise.engine.guards.description import (
     advise_on_segments,
     asked_device,
     check_gradients,
     describe,
+    warn_crossing,
     warn_hardly_cut,
 )
 from shardwise.engine.guards.first_inputs import FirstInputs
@@ -65,9 +66,10 @@ from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.patterns import unmatched
-from shardwise.plan.placement import SHARDED
+from shardwise.plan.placement import Placement
 from shardwise.program.buffers import param_dtypes
-from shardwise.units import model_spec
+from shardwise.spec import ModelSpec
+from shardwise.units import CutModel, cut_model
 from shardwise.units.scripted import allow_hooks
 
 AnyOptimizer = TypeVar("AnyOptimizer", Optimizer, None, list[Optimizer])
@@ -96,27 +98,33 @@ def prepare_on_ours(
     optimizers = _listed(optimizer)
     chosen = join_job(asked_device(model, device=device))
     mesh = plan.mesh or Mesh(shard=dist.get_world_size())
-    verdicts: dict[str, Verdict] = {}
-    agree(
-        lambda: _description(
-            model,
-            optimizers,
-            verdicts=verdicts,
-            plan=plan,
-            mesh=mesh,
-            device=chosen,
-            any_optimizer=any_optimizer,
-            watch_seconds=watch_seconds,
-            compare_every=compare_every,
-            weights=weights,
-        ),
-        what="plans, models or optimizers",
-    )
+
+    def checked() -> tuple[CutModel, dict[str, Verdict]]:
+        check_model(model, plan=plan)
+        check_views(model)
+        units = cut_model(model, policy=plan.units)
+        placements = _check(model, units.spec, plan=plan, mesh=mesh, device=chosen)
+        check_watch_seconds(watch_seconds)
+        check_compare_every(compare_every)
+        verdicts = _judge(
+            model, optimizers, spec=units.spec, placements=placements, plan=plan, device=chosen, skips=any_optimizer
+        )
+        check_gradients(model)
+        return units, verdicts
+
+    units, verdicts = together(checked)
+    described = _described(model, optimizers, spec=units.spec, plan=plan, verdicts=verdicts)
+    described += f"\nwatch_seconds = {watch_seconds:g}\ncompare_every = {compare_every}"
+    if weights is not None:
+        described += "\nweights = " + ", ".join(sorted(weights))
+    check_alike(described, what="plans, models or optimizers")
     take_workspaces(chosen)
-    together(partial(take_apart, model))
+    if together(partial(take_apart, model)):
+        # There are other parameters now.
+        units = cut_model(model, policy=plan.units)
     allow_hooks(model)
     setting = CoreSetting(
-        spec=model_spec(model, policy=plan.units),
+        spec=units.spec,
         plan=plan,
         groups=mesh_groups(mesh),
         collectives=collectives or _collectives(plan),
@@ -129,14 +137,21 @@ def prepare_on_ours(
         warn_upcast(setting.spec, plan=plan)
         _warn_owned(model, optimizers, owned=owned)
     warn_hardly_cut(setting.spec, plan=plan, mesh=mesh)
+    warn_crossing(plan, mesh=mesh)
     advise_on_segments(plan, spec=setting.spec, mesh=mesh, device=chosen)
-    engine = _engine(model, setting=setting, any_optimizer=any_optimizer, compare_every=compare_every, weights=weights)
+    engine = _engine(
+        model,
+        modules=units.modules,
+        setting=setting,
+        any_optimizer=any_optimizer,
+        compare_every=compare_every,
+        weights=weights,
+    )
     for one in optimizers:
         engine.owned.adopt(one, owned=owned)
     together(engine.attach)
     together(engine.wrap)
-    register(model, engine)
-    carry_engine(model, OurEngine())
+    carry_engine(model, engine)
     become_prepared(model)
     explain_out_of_memory(model)
     _watch(engine, limit_seconds=watch_seconds)
@@ -154,7 +169,7 @@ def _warn_owned(model: nn.Module, optimizers: Sequence[Optimizer], *, owned: Col
             warn_owned(optimizer, num_owned=num_owned, num_held=len(held))
 
 
-def _watch(engine: Engine, *, limit_seconds: float) -> None:
+def _watch(engine: OurEngine, *, limit_seconds: float) -> None:
     """Have the watchdog end the job when a collective does not end."""
     if limit_seconds:
         # An error that names the way out comes before the watchdog ends the job.
@@ -167,7 +182,7 @@ def _watch(engine: Engine, *, limit_seconds: float) -> None:
     )
 
 
-def _history(held: "weakref.ref[Engine]") -> dict[int, dict[str, list[str]]]:
+def _history(held: "weakref.ref[OurEngine]") -> dict[int, dict[str, list[str]]]:
     engine = held()
     return {} if engine is None else engine.guards.same_order.history()
 
@@ -179,15 +194,16 @@ def _listed(optimizer: Optimizer | Sequence[Optimizer] | None) -> Sequence[Optim
 def _engine(
     model: nn.Module,
     *,
+    modules: Mapping[str, nn.Module],
     setting: CoreSetting,
     any_optimizer: bool,
     compare_every: int,
     weights: Mapping[str, Tensor] | None,
-) -> Engine:
+) -> OurEngine:
     """Give the model its buffers and its core, and attach the other parts to the core."""
     broadcast_carried(model, device=setting.device, group=setting.groups.world.handle)
     guard_units(setting.events)
-    core, places = make_core(model, setting=setting, weights=weights, on_filled=follow_carried)
+    core, places = make_core(model, modules=modules, setting=setting, weights=weights, on_filled=follow_carried)
     owned = OwnedParameters(core, any_optimizer=any_optimizer)
     watch_optimizers(owned)
     options = OptimizerOptions(owned.numbers)
@@ -196,63 +212,71 @@ def _engine(
         unit.settle()
     for flat, index, parameter in places:
         owned.cover(flat, index, parameter)
-    return Engine(core=core, guards=guards, owned=owned)
+    return OurEngine(core=core, guards=guards, owned=owned)
 
 
-def _description(
-    model: nn.Module,
-    optimizers: Sequence[Optimizer],
-    *,
-    verdicts: dict[str, Verdict],
-    plan: Plan,
-    mesh: Mesh,
-    device: torch.device,
-    any_optimizer: bool,
-    watch_seconds: float,
-    compare_every: int,
-    weights: Mapping[str, Tensor] | None,
-) -> str:
-    """Return the settings that ranks must agree on, one per line. Raises before the model is changed.
-
-    Fills `verdicts` with the reach of the optimizer's updates, by the names of its parameters.
-    """
-    check_model(model, plan=plan)
-    check_views(model)
-    spec = model_spec(model, policy=plan.units)
+def _check(model: nn.Module, spec: ModelSpec, *, plan: Plan, mesh: Mesh, device: torch.device) -> dict[str, Placement]:
+    """Return the placement of each unit; refuse a plan that cannot run with this model, before that is changed."""
     placements = check_plan(plan, spec=spec, mesh=mesh, device=device)
     check_host_room(spec, plan=plan, placements=placements, mesh=mesh, device=device)
     check_kept(model, spec=spec, plan=plan)
     check_tiles(model, tile=plan.tile, units=placements)
     for pattern in unmatched(plan.owned, (param.name for unit in spec.units for param in unit.params)):
         raise InvalidPlan(f"owned: {pattern} matches no parameter of the model")
-    check_watch_seconds(watch_seconds)
-    check_compare_every(compare_every)
-    described = describe(model, spec=spec, plan=plan)
-    described += f"\nwatch_seconds = {watch_seconds:g}\ncompare_every = {compare_every}"
-    if weights is not None:
-        described += "\nweights = " + ", ".join(sorted(weights))
-    parameters = dict(model.named_parameters())
+    return placements
+
+
+def _judge(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    *,
+    spec: ModelSpec,
+    placements: Mapping[str, Placement],
+    plan: Plan,
+    device: torch.device,
+    skips: bool,
+) -> dict[str, Verdict]:
+    """Return the reach of the optimizers' updates by the names of their parameters; refuse one that cannot step them.
+
+    `skips`: without the test of the reach; nothing is returned then.
+    """
+    parameters, verdicts = dict(model.named_parameters()), dict[str, Verdict]()
     stepped = {
         id(parameters[param.name]): Stepped(
-            sharded=placements[unit.name].optim is SHARDED, dtype=torch_dtype(param_dtypes(param, plan=plan)[1])
+            sharded=placements[unit.name].optim.is_sharded, dtype=torch_dtype(param_dtypes(param, plan=plan)[1])
         )
         for unit in spec.units
         for param in unit.params
     }
     for optimizer in optimizers:
         check_optimizer(optimizer, stepped=stepped)
-        if not any_optimizer:
+        if not skips:
             on_host = plan.offload_states and plan.offload_update == "host"
-            stepped_on = torch.device("cpu") if on_host else device
-            found = judge(optimizer, stepped=stepped, device=stepped_on)
+            found = judge(optimizer, stepped=stepped, device=torch.device("cpu") if on_host else device)
             check_reach(optimizer, verdicts=found)
             verdicts |= {name: found[id(p)] for name, p in parameters.items() if id(p) in found}
             _check_owned(optimizer, plan=plan, names=_owned_names(verdicts))
         check_streamed(optimizer, plan=plan)
-        described += "\n" + describe_optimizer(optimizer, names={id(p): name for name, p in parameters.items()})
-    check_gradients(model)
-    described += f"\nslices begin at multiples of {slice_alignment(verdicts)}"
-    return described + "".join(f"\nOWNED {name}" for name in _owned_names(verdicts))
+    return verdicts
+
+
+def _described(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    *,
+    spec: ModelSpec,
+    plan: Plan,
+    verdicts: Mapping[str, Verdict],
+) -> str:
+    """Describe what ranks must agree on, one thing per line."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    lines = [
+        describe(model, spec=spec, plan=plan),
+        *(describe_optimizer(optimizer, names=names) for optimizer in optimizers),
+        f"slices begin at multiples of {slice_alignment(verdicts)}",
+        *(f"OWNED {name}" for name in _owned_names(verdicts)),
+    ]
+    return "\n".join(lines)
 
 
 def _check_owned(optimizer: Optimizer, *, plan: Plan, names: tuple[str, ...]) -> None:

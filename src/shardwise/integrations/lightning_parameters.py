@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from shardwise.errors import InvalidPlan
 from shardwise.plan import Plan
-from shardwise.plan.placement import SHARDED
 from shardwise.units import unit_modules
 
 # The methods that read or change parameters through param groups.
@@ -43,7 +42,7 @@ def refuse_averages(callbacks: Iterable[Any], *, module: nn.Module, plan: Plan) 
     """Refuse callbacks that average whole parameters, where the plan shards them."""
     found = next((one for one in callbacks if isinstance(one, StochasticWeightAveraging | WeightAveraging)), None)
     placements = plan.placements(unit_modules(module, policy=plan.units)) if found is not None else {}
-    if any(placement.params is SHARDED for placement in placements.values()):
+    if any(placement.params.is_sharded for placement in placements.values()):
         raise InvalidPlan(
             f"{type(found).__name__} averages whole parameters, which {plan.strategy} shards: make a "
             "shardwise.EMA(module, decay=…) in on_fit_start and call its update() in on_train_batch_end; or use zero2"

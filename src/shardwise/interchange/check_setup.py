@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from shardwise.interchange.foreign_setup import ForeignSetup
 from shardwise.interchange.from_torchtitan import or_rest
 from shardwise.interchange.mistakes import Mistake
-from shardwise.plan.placement import SHARDED, placement_of
+from shardwise.plan.placement import placement_of
 
 _OF_VERSION_1 = ("sharding_strategy", "backward_prefetch", "forward_prefetch", "use_orig_params", "sync_module_states")
 _EMBEDDINGS = ("Embedding", "Linear", "LMHead")
@@ -32,7 +32,7 @@ def check_setup(setup: ForeignSetup) -> list[Mistake]:
 
 
 def _nothing_wrapped(setup: ForeignSetup) -> Iterator[Finding]:
-    if setup.plan.units == "none" and placement_of(setup.plan.strategy).params is SHARDED:
+    if setup.plan.units == "none" and placement_of(setup.plan.strategy).params.is_sharded:
         fixes = {
             "accelerate": "set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
             "lightning": "give FSDPStrategy an auto_wrap_policy with the class of the model's blocks",

@@ -6,6 +6,8 @@ from typing import Any
 from shardwise.interchange.foreign_setup import ZERO_STAGES, ForeignSetup
 from shardwise.interchange.setting_values import Settings
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import ACROSS
 
 _REDUCES_IN = {"FP16": "fp16", "BFP16": "bf16", "BF16": "bf16", "FP32": "fp32"}
 _OFFLOADS = {"NONE": False, "CPU": True, "NVME": True}
@@ -25,7 +27,12 @@ def from_deepspeed(data: Mapping[str, Any]) -> ForeignSetup | None:
     num_ranks = None
     if micro_batch and total and total % (micro_batch * accumulate) == 0:
         num_ranks = total // (micro_batch * accumulate)
+    hpz = settings.count("zero_optimization.zero_hpz_partition_size")
+    on_mesh: dict[str, Any] = {}
+    if strategy == ZERO_STAGES[3] and hpz > 1 and num_ranks and num_ranks > hpz and num_ranks % hpz == 0:
+        on_mesh = {"mesh": Mesh(replicate=num_ranks // hpz, shard=hpz), "across": ACROSS[-1]}
     plan = Plan(
+        **on_mesh,
         strategy=strategy,
         micro_batch=micro_batch or None,
         accumulate=accumulate,

@@ -7,7 +7,7 @@ from shardwise.hardware import Cluster
 from shardwise.interchange.foreign_setup import ForeignSetup
 from shardwise.interchange.mistakes import Mistake
 from shardwise.plan import Plan
-from shardwise.plan.placement import SHARDED, placement_of
+from shardwise.plan.placement import ACROSS, placement_of
 from shardwise.planner.search.candidates import Candidate, SpecFor, cost
 from shardwise.planner.systems import system_of
 from shardwise.vocabulary.quantities import bytes_text
@@ -37,8 +37,12 @@ def _findings(found: Candidate, spec_for: SpecFor) -> Iterator[Mistake]:
         line = f"{found.batch} samples per rank need {needed} of {bytes_text(capacity)}"
         yield Mistake(code="SW104", line=line, fix=_what_fits(found, spec_for))
         return
-    if placement_of(plan.strategy).optim is SHARDED:
-        replicas = _cost(replace(plan, strategy="ddp", mesh=None, units="auto", offload_states=False), found, spec_for)
+    if placement_of(plan.strategy).optim.is_sharded:
+        replicas = _cost(
+            replace(plan, strategy="ddp", mesh=None, across=ACROSS[0], units="auto", offload_states=False),
+            found,
+            spec_for,
+        )
         ratio = _speed(replicas) / max(_speed(found), 1e-12)
         if replicas.fits == "yes" and ratio > _FASTER:
             yield Mistake(

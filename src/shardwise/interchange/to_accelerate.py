@@ -6,7 +6,7 @@ import yaml
 
 from shardwise.interchange.exported import Exported, JobShape, file_header, host_notes, not_expressed
 from shardwise.plan import Plan
-from shardwise.plan.placement import SHARDED, placement_of
+from shardwise.plan.placement import placement_of
 from shardwise.plan.policy import Cut, UnitPolicy
 
 _MIXED = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "native": "no"}
@@ -30,7 +30,7 @@ def to_accelerate(plan: Plan, shape: JobShape) -> Exported:
         expressed |= {"offload_states", "offload_update"}
         config |= {"distributed_type": "DEEPSPEED", "deepspeed_config": _deepspeed(plan)}
         notes.append(f"{plan.strategy} is DeepSpeed's stage {_STAGES[plan.strategy]} here: pip install deepspeed")
-    elif placement_of(plan.strategy).params is SHARDED:
+    elif placement_of(plan.strategy).params.is_sharded:
         expressed |= {"mesh", "offload_states", "offload_update"}
         config |= {"distributed_type": "FSDP", "fsdp_config": _fsdp(plan)}
         if plan.mesh is not None and plan.mesh.replicate > 1:
@@ -46,7 +46,7 @@ def to_accelerate(plan: Plan, shape: JobShape) -> Exported:
     left_out += host_notes(plan, target="Accelerate") if "offload_states" in expressed else []
     if plan.recompute == "selective":
         left_out.append("recompute = selective: Accelerate recomputes whole layers; this file turns it off")
-    elif plan.recompute == "full" and placement_of(plan.strategy).params is not SHARDED:
+    elif plan.recompute == "full" and not placement_of(plan.strategy).params.is_sharded:
         left_out.append("recompute = full: call model.gradient_checkpointing_enable() in the script")
     if plan.accumulate > 1:
         notes.append(f"in the script: Accelerator(gradient_accumulation_steps={plan.accumulate})")

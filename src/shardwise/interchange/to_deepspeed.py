@@ -5,12 +5,12 @@ from typing import Any
 
 from shardwise.interchange.exported import Exported, JobShape, host_notes, not_expressed
 from shardwise.plan import Plan
-from shardwise.plan.placement import SHARDED, placement_of
+from shardwise.plan.placement import placement_of
 
 _STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "shard_grad_op": 3, "fsdp": 3}
 _REDUCES_IN = {"fp32": "fp32", "bf16": "bfp16", "fp16": "fp16"}
 _EXPRESSED = {
-    *("strategy", "micro_batch", "accumulate", "precision", "reduce_dtype", "mesh", "units"),
+    *("strategy", "micro_batch", "accumulate", "precision", "reduce_dtype", "mesh", "across", "units"),
     *("offload_states", "offload_update"),
 }
 
@@ -28,9 +28,14 @@ def to_deepspeed(plan: Plan, shape: JobShape) -> Exported:
     if zero["stage"] == 3:
         zero["stage3_gather_16bit_weights_on_model_save"] = True
     placement = placement_of(plan.strategy)
-    if placement.params is SHARDED and not placement.reshard_after_forward:
+    if placement.params.is_sharded and not placement.reshard_after_forward:
         left_out.append(f"strategy = {plan.strategy}: stage 3 is the nearest; it gathers parameters again for backward")
-    if plan.mesh is not None and plan.mesh.replicate > 1:
+    if plan.mesh is not None and plan.is_sharded_across:
+        # ZeRO++: states over all ranks, and for backward a copy of the parameters that is gathered inside a group.
+        zero["zero_hpz_partition_size"] = plan.mesh.shard
+        if not placement_of(plan.strategy, across=plan.across).grads.is_sharded_across:
+            left_out.append(f"across = {plan.across}: stage 3 shards gradients over all ranks too")
+    elif plan.mesh is not None and plan.mesh.replicate > 1:
         # MiCS shards within groups, and replicates across them.
         zero["mics_shard_size"] = plan.mesh.shard
     config: dict[str, Any] = {

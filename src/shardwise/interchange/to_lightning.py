@@ -2,7 +2,7 @@
 
 from shardwise.interchange.exported import Exported, JobShape, file_header, host_notes, not_expressed
 from shardwise.plan import Plan
-from shardwise.plan.placement import SHARDED, placement_of
+from shardwise.plan.placement import placement_of
 from shardwise.plan.policy import Cut, UnitPolicy
 
 _PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed", "native": "32-true"}
@@ -33,7 +33,7 @@ def make_trainer(**settings):
 
 
 def to_lightning(plan: Plan, shape: JobShape) -> Exported:
-    sharded = placement_of(plan.strategy).params is SHARDED
+    sharded = placement_of(plan.strategy).params.is_sharded
     policy = UnitPolicy.parse(plan.units)
     offloads = sharded or plan.strategy in _STAGES
     expressed = _EXPRESSED | ({"mesh"} if sharded else set())
@@ -74,7 +74,7 @@ def _strategy(plan: Plan, *, policy: UnitPolicy, named: bool) -> tuple[str, list
         stage = _STAGES[plan.strategy]
         imported = ["from lightning.pytorch.strategies import DeepSpeedStrategy"]
         return f"DeepSpeedStrategy(stage={stage}, offload_optimizer={bool(plan.offload_states)})", [trainer, *imported]
-    if placement_of(plan.strategy).params is not SHARDED:
+    if not placement_of(plan.strategy).params.is_sharded:
         return '"ddp"', [trainer]
     imported = [trainer, "from lightning.pytorch.strategies import FSDPStrategy"]
     hybrid = plan.mesh is not None and plan.mesh.replicate > 1

@@ -4,7 +4,7 @@ from typing import Any
 
 from shardwise.interchange.exported import Exported, JobShape, file_header, host_notes, not_expressed
 from shardwise.plan import Plan
-from shardwise.plan.placement import SHARDED, placement_of
+from shardwise.plan.placement import placement_of
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "native": "float32"}
 _EXPRESSED = {
@@ -16,10 +16,10 @@ _EXPRESSED = {
 def to_torchtitan(plan: Plan, shape: JobShape) -> Exported:
     import tomli_w
 
-    sharded = placement_of(plan.strategy).params is SHARDED
+    sharded = placement_of(plan.strategy).params.is_sharded
     left_out = not_expressed(plan, target="torchtitan", expressed=_EXPRESSED)
     left_out += host_notes(plan, target="torchtitan")
-    if placement_of(plan.strategy).optim is SHARDED and not sharded:
+    if placement_of(plan.strategy).optim.is_sharded and not sharded:
         left_out.append(f"strategy = {plan.strategy}: torchtitan has DDP and FSDP2; this file says DDP")
     if plan.units != "auto":
         left_out.append(f"units = {plan.units}: torchtitan wraps each transformer block")

@@ -46,6 +46,7 @@ class Model:
 
     asked        its reference, or a task of the caller's, which is traced in any case
     seq, image   length of a sample in tokens, width of an image in pixels; None: the model's own
+    lengths      of batches in their order, if they differ (ModelSpec); `seq` is the longest
     kernels      of a spec: those of a cuda or cpu device
     loss         of a spec of a model that reads tokens (spec/losses.py): lean, which `shardwise train` uses, for
                  catalogue models; for others their own, which is the usual one
@@ -54,6 +55,7 @@ class Model:
 
     asked: "Task | str" = field(kw_only=False)
     seq: int | None = None
+    lengths: tuple[int, ...] = ()
     image: int | None = None
     kernels: str = "cuda"
     loss: str = LEAN
@@ -63,13 +65,13 @@ class Model:
     )
     # What was found already; no answer depends on it.
     _specs: SpecStore = field(init=False, compare=False, repr=False, default_factory=SpecStore)
-    _with_loss: dict[ModelSpec, ModelSpec] = field(init=False, compare=False, repr=False, default_factory=dict)
+    _asked: dict[ModelSpec, ModelSpec] = field(init=False, compare=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.adaptation is not None and self.kind in ("params", "python", "task"):
             raise InvalidModel(f"{self.reference}: --lora is for models by name; a python: task adds its own adapters")
         if self.kind == "params" and (self.seq is not None or self.image is not None):
-            raise InvalidModel(f"{self.reference}: --seq and --image have no meaning for a parameter count")
+            raise InvalidModel(f"{self.reference}: --seq, --lengths and --image have no meaning for a parameter count")
 
     @property
     def reference(self) -> str:
@@ -110,12 +112,12 @@ class Model:
             *(way for plan in plans for way in fp8_traces(bare, plan=plan)),
         }
         found = find(request, ways=ways)
-        if any(pattern.rpartition(".")[2] in HEADS for pattern in first.tile):
-            # The loss is computed in the tiles of the head, whatever the loop would do.
-            return found
-        if found not in self._with_loss:
-            self._with_loss[found] = with_loss(found, loss=self.loss, is_lean=self.has_lean_loss)
-        return self._with_loss[found]
+        if found not in self._asked:
+            # Where the loss is computed in the tiles of the head, it is the same whatever the loop would do.
+            is_tiled = any(pattern.rpartition(".")[2] in HEADS for pattern in first.tile)
+            spec = found if is_tiled else with_loss(found, loss=self.loss, is_lean=self.has_lean_loss)
+            self._asked[found] = replace(spec, lengths=self.lengths) if self.lengths else spec
+        return self._asked[found]
 
     def _traced(self, request: SpecRequest, ways: Collection[Way]) -> ModelSpec:
         with self.while_tracing(self.reference):

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from shardwise.errors import InvalidPlan
 from shardwise.plan.patterns import Patterns
-from shardwise.plan.placement import AUTO, SHARDED, STRATEGIES, Placement, placement_of, strategy_of
+from shardwise.plan.placement import ACROSS, AUTO, STRATEGIES, Placement, placement_of, strategy_of
 from shardwise.vocabulary.categories import GATHERED, REDUCE
 
 Placements = Mapping[str, Placement]
@@ -190,8 +190,8 @@ def _torch_combinations(plan: PlanSettings, placements: Placements) -> Refusal |
             lacks="precision = 'fp8'",
             sentence="engine = 'torch' has no precision = 'fp8': set precision = 'bf16', or engine = 'shardwise'",
         )
-    replicated = [unit for unit, placement in placements.items() if placement.params is not SHARDED]
-    sharded = [unit for unit, placement in placements.items() if placement.params is SHARDED]
+    replicated = [unit for unit, placement in placements.items() if not placement.params.is_sharded]
+    sharded = [unit for unit, placement in placements.items() if placement.params.is_sharded]
     if replicated and sharded:
         lacks = "mix of replicated and sharded units"
         return Refusal(
@@ -240,7 +240,7 @@ _TORCH_CALLS = (
     CallLimit(
         function="whole",
         sentence="shardwise.whole needs engine = 'shardwise': fully_shard's parameters are slices",
-        under=lambda plan, placements: any(placement.params is SHARDED for placement in placements.values()),
+        under=lambda plan, placements: any(placement.params.is_sharded for placement in placements.values()),
     ),
     CallLimit(
         function="tape", sentence="shardwise.tape needs engine = 'shardwise': torch's engines record no operations"
@@ -255,7 +255,7 @@ _TORCH_CALLS = (
         function="muon",
         sentence="fully_shard gives Muon slices of matrices",
         under=lambda plan, placements: (
-            plan.strategy == AUTO or any(placement.optim is SHARDED for placement in placements.values())
+            plan.strategy == AUTO or any(placement.optim.is_sharded for placement in placements.values())
         ),
     ),
 )
@@ -280,6 +280,7 @@ LIMITS: Mapping[str, EngineLimits] = MappingProxyType(
                     refusal="dynamic = true with engine = 'torch': only engine = 'shardwise' can do that",
                 ),
                 Setting(key="owned", plain=()),
+                Setting(key="across", plain=ACROSS[0]),
                 Setting(
                     key="update",
                     plain="step",

@@ -4,7 +4,9 @@ State is sharded along `shard` and repeated along `replicate`. Hybrid sharding i
 replicate axis is longer than 1. It is not a strategy, and works with every strategy.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 
 from shardwise.errors import InvalidPlan
 from shardwise.files.keys import check_keys, documented, key
@@ -28,6 +30,10 @@ class Mesh:
     @property
     def num_ranks(self) -> int:
         return self.replicate * self.shard
+
+    def num_parts(self, axes: Iterable[str]) -> int:
+        """Return the number of parts of what is sharded over these axes, `shard` and `replicate`."""
+        return prod(getattr(self, axis) for axis in axes)
 
     def coordinates(self, rank: int) -> tuple[int, int]:
         """Return (replicate index, shard index) of a rank."""

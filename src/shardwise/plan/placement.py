@@ -1,12 +1,13 @@
 """Placements: which state of a unit is replicated and which is sharded. Strategies are placements with a name.
 
 Step 1 of 5: vocabulary → spec → step program → planner and engine → proof by measurement.
-Code asks a placement (`if placement.params is SHARDED`), never the strategy's name.
+Code asks a placement (`if placement.params.is_sharded`), never the strategy's name.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cache
 from types import MappingProxyType
 
 from shardwise.errors import InvalidPlan, UnknownName
@@ -15,17 +16,35 @@ from shardwise.files.keys import documented, key, object_of
 
 
 class Where(Enum):
-    """State of a kind is whole on every rank (replicated), or each rank of the shard axis holds a slice (sharded)."""
+    """The axes of the mesh over which state of a kind is sharded: none, the shard axis, or both."""
 
     REPLICATED = "replicated"
     SHARDED = "sharded"
+    SHARDED_TWICE = "sharded over all ranks"
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank of the shard axis holds a slice of it."""
+        return self is not Where.REPLICATED
+
+    @property
+    def is_sharded_across(self) -> bool:
+        """Whether each rank of the replicate axis holds a part of that slice."""
+        return self is Where.SHARDED_TWICE
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """The axes over which it is sharded."""
+        return _AXES[self]
 
     def __repr__(self) -> str:
         return self.name
 
 
+_AXES = dict(zip(Where, (frozenset[str](), frozenset({"shard"}), frozenset({"shard", "replicate"})), strict=True))
 REPLICATED = Where.REPLICATED
 SHARDED = Where.SHARDED
+SHARDED_TWICE = Where.SHARDED_TWICE
 
 # A file spells it; Python code gives the member itself.
 _WHERE = one_of([where.value for where in Where]).then(lambda value, path: Where(value))
@@ -34,10 +53,11 @@ _WHERE = one_of([where.value for where in Where]).then(lambda value, path: Where
 @documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """One unit's parameters, gradients and optimizer state, each replicated or sharded.
+    """One unit's parameters, gradients and optimizer state, each sharded over no axis of the mesh, one, or both.
 
-    Invariant: sharded params ⇒ sharded grads ⇒ sharded optim. A rank that holds a slice of the
-    parameters can apply only that slice of the gradients, and needs only that slice of the state.
+    Invariant: axes(params) ⊆ axes(grads) ⊆ axes(optim). A rank that holds a slice of the parameters can apply only
+    that slice of the gradients, and needs only that slice of the state. Parameters are whole along `replicate`, so that
+    gathers stay inside a shard group.
     """
 
     params: Where = key(..., "parameters", form=_WHERE)
@@ -50,14 +70,26 @@ class Placement:
     def __post_init__(self) -> None:
         for name in ("params", "grads", "optim"):
             if not isinstance(getattr(self, name), Where):
-                raise InvalidPlan(f"{name} = {getattr(self, name)!r}: must be Where.REPLICATED or Where.SHARDED")
+                raise InvalidPlan(f"{name} = {getattr(self, name)!r}: must be one of {', '.join(map(str, Where))}")
         if not isinstance(self.reshard_after_forward, bool):
             raise InvalidPlan(f"reshard_after_forward = {self.reshard_after_forward!r}: must be true or false")
-        if self.params is SHARDED and self.grads is not SHARDED:
-            raise InvalidPlan("params = 'sharded' with grads = 'replicated': sharded params need sharded grads")
-        if self.grads is SHARDED and self.optim is not SHARDED:
-            raise InvalidPlan("grads = 'sharded' with optim = 'replicated': sharded grads need sharded optim")
-        if self.reshard_after_forward and self.params is not SHARDED:
+        for inner, outer in (("params", "grads"), ("grads", "optim")):
+            held, kept = getattr(self, inner), getattr(self, outer)
+            if not held.axes <= kept.axes:
+                raise InvalidPlan(
+                    f"{inner} = {held.value!r} with {outer} = {kept.value!r}: {outer} must be sharded over all axes of "
+                    f"the mesh over which {inner} are"
+                )
+        if self.params.is_sharded_across:
+            raise InvalidPlan(
+                "params = 'sharded over all ranks': use a mesh of one axis, whose shard axis has all ranks"
+            )
+        if self.optim.is_sharded_across and not self.params.is_sharded:
+            raise InvalidPlan(
+                f"optim = {self.optim.value!r} with params = 'replicated': use a mesh of one axis, whose shard axis "
+                "has all ranks"
+            )
+        if self.reshard_after_forward and not self.params.is_sharded:
             raise InvalidPlan("reshard_after_forward = true with params = 'replicated': only sharded params reshard")
 
 
@@ -70,7 +102,10 @@ STRATEGIES: Mapping[str, Placement] = MappingProxyType(
         "fsdp": Placement(params=SHARDED, grads=SHARDED, optim=SHARDED, reshard_after_forward=True),
     }
 )
-"""The strategies, simplest first. A strategy is its row and nothing else; every possible placement is a row."""
+"""The strategies, simplest first. A strategy is its row and nothing else: each placement over the shard axis is one."""
+
+ACROSS: tuple[str, ...] = tuple(name for name, row in STRATEGIES.items() if not row.params.is_sharded)
+"""The strategies over the replicate axis of a mesh, along which parameters are whole; the first one shards nothing."""
 
 AUTO = "auto"
 """In place of a strategy: the planner's solver chooses the row of each unit (planner/search/auto.py)."""
@@ -99,7 +134,7 @@ STRATEGY = Form(
 OVERRIDE = Form(
     words=f"one of {', '.join(STRATEGIES)}, or a placement",
     fits=lambda value: _PLACEMENT.fits(value) or (isinstance(value, str) and _own_name(value) in STRATEGIES),
-    read=lambda value, path: value if isinstance(value, str) else strategy_of(_PLACEMENT.read(value, path)),
+    read=lambda value, path: value if isinstance(value, str) else _row_of(_PLACEMENT.read(value, path), path=path),
 )
 """The form of a unit's own strategy; a placement becomes the name of its row."""
 
@@ -117,14 +152,31 @@ def resolve_strategy(name: str, *, replicate: int = 1) -> str:
     return _own_name(name)
 
 
-def placement_of(strategy: str) -> Placement:
-    """Return the placement that a strategy gives to every unit."""
+@cache
+def placement_of(strategy: str, *, across: str = ACROSS[0]) -> Placement:
+    """Return the placement that a strategy gives to every unit, with another one across the replicate axis.
+
+    Only sharded params leave it a choice: where they are replicated, one strategy over all ranks says the same.
+    """
     try:
-        return STRATEGIES[strategy]
-    except KeyError:
-        raise UnknownName.of("strategy", strategy, known=STRATEGIES) from None
+        row, other = STRATEGIES[strategy], STRATEGIES[across]
+    except KeyError as unknown:
+        raise UnknownName.of("strategy", unknown.args[0], known=STRATEGIES) from None
+    if not row.params.is_sharded:
+        return row
+    grads, optim = (
+        SHARDED_TWICE if over.is_sharded else inside
+        for inside, over in ((row.grads, other.grads), (row.optim, other.optim))
+    )
+    return replace(row, grads=grads, optim=optim)
 
 
 def strategy_of(placement: Placement) -> str:
-    """Return the name of a placement's row."""
-    return next(name for name, row in STRATEGIES.items() if row == placement)
+    """Return the name of a placement's row over the shard axis."""
+    return next(name for name in STRATEGIES for across in ACROSS if placement_of(name, across=across) == placement)
+
+
+def _row_of(placement: Placement, *, path: str) -> str:
+    if placement.optim.is_sharded_across:
+        raise InvalidPlan(f"{path}: 'sharded over all ranks' is for the whole plan: set across = 'zero1' or 'zero2'")
+    return strategy_of(placement)

@@ -17,7 +17,7 @@ from shardwise.files.form import refusing
 from shardwise.files.keys import check_keys, documented, to_table, values_of
 from shardwise.plan.limits import LIMITS, check_settings
 from shardwise.plan.patterns import Patterns, is_among, unmatched
-from shardwise.plan.placement import AUTO, Placement, placement_of, resolve_strategy
+from shardwise.plan.placement import ACROSS, AUTO, STRATEGIES, Placement, placement_of, resolve_strategy
 from shardwise.plan.plan_keys import PlanKeys
 from shardwise.vocabulary.auto_solver import auto_solver
 from shardwise.vocabulary.html_table import html_table
@@ -38,8 +38,50 @@ class Plan(PlanKeys):
         object.__setattr__(self, "strategy", resolve_strategy(self.strategy, replicate=replicate))
         self._check_combination()
 
+    @property
+    def is_sharded_across(self) -> bool:
+        """Whether states are sharded over the replicate axis of the mesh too."""
+        return self.across != ACROSS[0]
+
+    @property
+    def across_text(self) -> str:
+        """What the name of its strategy is followed by: nothing, or ` across zero2`."""
+        return f" across {self.across}" if self.is_sharded_across else ""
+
+    def under(self, strategy: str) -> Self:
+        """Return this plan with another strategy, and without `across` where that leaves nothing to shard."""
+        across = self.across if STRATEGIES[strategy].params.is_sharded else ACROSS[0]
+        return replace(self, strategy=strategy, across=across)
+
+    def _check_across(self) -> None:
+        """Refuse `across` where there is nothing that it could shard."""
+        given = f"across = {self.across!r}"
+        if self.mesh is None:
+            raise InvalidPlan(
+                f"{given} without a mesh: give nodes × ranks per node, such as Mesh(replicate=2, shard=8) in a plan or "
+                "--mesh 2x8"
+            )
+        if self.mesh.replicate == 1:
+            shard = self.mesh.shard
+            groups, ranks = (max(shard, 2), 1) if shard % 2 else (2, shard // 2)
+            raise InvalidPlan(
+                f"{given} on a mesh of {self.mesh}: its replicate axis has one rank; give a longer one, such as "
+                f"Mesh(replicate={groups}, shard={ranks}) in a plan or --mesh {groups}x{ranks}"
+            )
+        rows = [] if self.is_auto else [self.strategy, *map(str, self.overrides.values())]
+        if rows and not any(STRATEGIES[row].params.is_sharded for row in rows):
+            raise InvalidPlan(
+                f"{given} with strategy = {self.strategy!r}: only sharded parameters leave a choice; leave across out "
+                f"and set mesh = Mesh(shard={self.mesh.num_ranks}), or use shard_grad_op or fsdp"
+            )
+        for setting in ("owned", "offload_states"):
+            if getattr(self, setting):
+                raise InvalidPlan(f"{setting} with {given}: it follows one axis of a mesh; leave one of them out")
+
     def _check_combination(self) -> None:
         check_settings(self)
+        if self.is_sharded_across:
+            self._check_across()
         if self.is_auto and (self.overrides or self.recompute_overrides):
             raise InvalidPlan("strategy = 'auto' chooses for each unit: leave overrides and recompute_overrides out")
         if self.owned and self.offload_states:
@@ -137,7 +179,7 @@ class Plan(PlanKeys):
                 "strategy = 'auto': the plan is not chosen yet; shardwise.Plan.auto(task, ...) chooses it, and so do "
                 "`shardwise train` and `shardwise plan --strategy auto --save PLAN.toml`"
             )
-        return placement_of(self.overrides.find(unit_name, default=self.strategy))
+        return placement_of(self.overrides.find(unit_name, default=self.strategy), across=self.across)
 
     def recompute_of(self, unit_name: str) -> str:
         """Return the recompute of a unit; none for the root, where it would be the whole model."""

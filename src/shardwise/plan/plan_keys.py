@@ -9,7 +9,7 @@ from shardwise.files.keys import key
 from shardwise.plan.limits import LIMITS
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.patterns import SOME_UNITS, Patterns, pattern_list, pattern_table
-from shardwise.plan.placement import AUTO, OVERRIDE, STRATEGY, Placement
+from shardwise.plan.placement import ACROSS, AUTO, OVERRIDE, STRATEGY, Placement
 from shardwise.plan.policy import POLICY
 
 _RECOMPUTES = ("none", "full", "selective")
@@ -44,6 +44,13 @@ class PlanKeys:
         "each unit before a run (Plan.auto, shardwise train)",
         form=STRATEGY,
     )
+    across: str = key(
+        ACROSS[0],
+        "strategy over the replicate axis of the mesh, where parameters are sharded: ddp repeats everything; zero1 "
+        "shards optimizer state over all ranks and zero2 gradients too, and parameters are still gathered inside the "
+        "shard axis",
+        choices=ACROSS,
+    )
     overrides: Mapping[str, str | Placement] = key(
         Patterns(),
         "strategy or placement of the units that a pattern (`blocks.0`, `blocks.*`) matches; a later pattern wins",
@@ -53,7 +60,11 @@ class PlanKeys:
     mesh: Mesh | None = key(None, "replicate × shard (default: all ranks on the shard axis)")
     micro_batch: int | None = key(None, "samples per rank per pass (default: your loop decides)", least=1)
     accumulate: int = key(1, "passes per optimizer step", least=1)
-    accumulate_reduced: bool = key(False, "each of those passes reduces its gradients: less memory, more communication")
+    accumulate_reduced: bool = key(
+        False,
+        "each of those passes reduces its gradients: less memory, more communication. What `across` shards is reduced "
+        "over the shard axis in each pass, and over both with this",
+    )
     precision: str = key(
         "fp32",
         "dtype in which units compute; fp8: bf16, and large linear layers of units multiply in fp8; native leaves the "

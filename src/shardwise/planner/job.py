@@ -8,7 +8,7 @@ from math import prod
 
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import SHARDED, Placement
+from shardwise.plan.placement import Placement
 from shardwise.planner.engine_model import EngineModel, engine_model_of
 from shardwise.planner.fold import Short, cut
 from shardwise.planner.memory.allocations import Ledger
@@ -159,7 +159,7 @@ class Job:
 
     @property
     def _state_setting(self) -> StateSetting:
-        return StateSetting(plan=self.plan, num_slices=self.num_slices, optimizer=self.optimizer, rules=self.rules)
+        return StateSetting(plan=self.plan, mesh=self.mesh, optimizer=self.optimizer, rules=self.rules)
 
     @cached_property
     def states(self) -> Mapping[str, UnitStates]:
@@ -255,7 +255,7 @@ class Job:
     @cached_property
     def gathers(self) -> bool:
         """Whether parameters of any unit are gathered."""
-        return any(placement.params is SHARDED for placement in self.placements.values())
+        return any(placement.params.is_sharded for placement in self.placements.values())
 
     @property
     def num_communicators(self) -> int:

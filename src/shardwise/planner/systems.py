@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from shardwise.errors import InvalidPlan, UnknownName
-from shardwise.plan.placement import SHARDED, placement_of
+from shardwise.plan.placement import placement_of
 from shardwise.spec import ModelSpec
 from shardwise.spec.losses import FUSED, KEPT, USUAL
 
@@ -67,7 +67,7 @@ class System:
     def added_bytes(self, spec: ModelSpec, *, strategy: str) -> int:
         """Return what a rank holds in addition under a strategy."""
         added = self.buffer_bytes.get(strategy, 0)
-        if self.copies_gradients and placement_of(strategy).optim is not SHARDED:
+        if self.copies_gradients and not placement_of(strategy).optim.is_sharded:
             added += sum(param.num_bytes for unit in spec.units for param in unit.params if param.trainable)
         return added
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import SHARDED, Placement
+from shardwise.plan.placement import Placement
 from shardwise.planner.job import Job
 from shardwise.planner.sizes import sizes_of
 from shardwise.program import Kind, Operation, Row, StepProgram
@@ -23,7 +23,9 @@ def sent_by_kind(
     n ranks gather or reduce-scatter B bytes by sending B·(n−1)/n each, and all-reduce them by sending twice that. To
     and from owners each rank sends only parts of its own slices: B·(n−1)/n². Flags and broadcasts are not counted.
     """
-    scattered = {bucket.name for bucket in program.buckets if placements[bucket.units[0]].grads is SHARDED}
+    grads = {bucket.name: placements[bucket.units[0]].grads for bucket in program.buckets}
+    scattered = {name for name, where in grads.items() if where.is_sharded}
+    twice = {name for name, where in grads.items() if where.is_sharded_across}
     sent: dict[Kind, float] = {}
 
     def send(operation: Operation, row: Row) -> None:
@@ -33,7 +35,9 @@ def sent_by_kind(
             case Kind.REDUCE:
                 ring, rounds = (mesh.shard, 1.0) if operation.subject in scattered else (mesh.num_ranks, 2.0)
             case Kind.REDUCE_SLICE:
-                ring, rounds = mesh.replicate, 2.0
+                ring, rounds = mesh.replicate, 1.0 if operation.subject in twice else 2.0
+            case Kind.GATHER_SLICE:
+                ring, rounds = mesh.replicate, 1.0
             case Kind.TO_OWNERS | Kind.FROM_OWNERS:
                 ring, rounds = mesh.shard, 1 / mesh.shard
             case _:
@@ -53,17 +57,15 @@ def sent_bytes(job: Job) -> int:
     sizes = sizes_of(job.spec, plan=job.plan)
 
     def unfolded(operation: Operation) -> float:
-        # One unit of a folded model stands for several.
-        if operation.kind not in ON_BUCKETS:
-            return weights.get(operation.subject, 1) * operation.num_bytes
+        """Return the bytes of an operation in all passes; one unit of a folded model stands for several."""
+        kind, passes = operation.kind, job.plan.accumulate
+        if kind not in ON_BUCKETS:
+            times = passes if kind is Kind.GATHER else 1
+            return times * weights.get(operation.subject, 1) * operation.num_bytes
         bucket = buckets[operation.subject]
         whole = sum(weights.get(unit, 1) * sizes[unit].reduce_bytes for unit in bucket.units) / bucket.num_pieces
-        return whole / mesh.shard if operation.kind is Kind.REDUCE_SLICE else whole
+        keeps_slices = job.placements[bucket.units[0]].optim.is_sharded_across
+        in_each = job.plan.accumulate_reduced or (keeps_slices and kind is Kind.REDUCE)
+        return (passes if in_each else 1) * (whole / mesh.shard if kind is Kind.REDUCE_SLICE else whole)
 
-    sent = sent_by_kind(job.program, placements=job.placements, mesh=mesh, num_bytes=unfolded)
-    owned, gathered, reduced = (
-        sum(sent.get(kind, 0.0) for kind in kinds)
-        for kinds in ((Kind.TO_OWNERS, Kind.FROM_OWNERS), (Kind.GATHER,), (Kind.REDUCE, Kind.REDUCE_SLICE))
-    )
-    passes = job.plan.accumulate
-    return round(owned + passes * gathered + (passes if job.plan.accumulate_reduced else 1) * reduced)
+    return round(sum(sent_by_kind(job.program, placements=job.placements, mesh=mesh, num_bytes=unfolded).values()))

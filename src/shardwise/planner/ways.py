@@ -3,7 +3,6 @@
 from functools import lru_cache
 
 from shardwise.plan import Plan
-from shardwise.plan.placement import SHARDED
 from shardwise.program.buffers import DtypeSettings, dtype_settings, num_fp8, plan_with
 from shardwise.program.fp8_layers import is_fp8
 from shardwise.spec import ModelSpec, UnitSpec
@@ -38,7 +37,7 @@ def fp8_way(unit: UnitSpec, *, plan: Plan) -> str:
     """Return how a unit with layers that multiply in fp8 computes (StepTrace.computes_in); "" if it has none."""
     if not plan.has_fp8:
         return ""
-    return _fp8_way(unit, dtype_settings(plan), plan.placement(unit.name).params is SHARDED)
+    return _fp8_way(unit, dtype_settings(plan), plan.placement(unit.name).params.is_sharded)
 
 
 @lru_cache(maxsize=4096)

@@ -13,7 +13,7 @@ from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.plan import Plan
 from shardwise.plan.limits import LIMITS
 from shardwise.plan.patterns import short_patterns
-from shardwise.plan.placement import SHARDED, Placement
+from shardwise.plan.placement import Placement
 from shardwise.planner.memory.states import OptimizerRule
 from shardwise.program.buffers import flat_specs
 from shardwise.program.owners import assign_owners
@@ -62,7 +62,7 @@ def with_owners(spec: ModelSpec, *, plan: Plan, optimizer: OptimizerRule) -> Pla
             f"optimizer muon with engine = {plan.engine!r} under {plan.strategy}: {refusal.sentence}; "
             "use engine = 'shardwise', or strategy = 'ddp'"
         )
-    patterns = _patterns(spec, frozenset(name for name, placed in placements.items() if placed.optim is SHARDED))
+    patterns = _patterns(spec, frozenset(name for name, placed in placements.items() if placed.optim.is_sharded))
     return replace(plan, owned=tuple(dict.fromkeys((*plan.owned, *patterns)))) if patterns else plan
 
 
@@ -87,7 +87,7 @@ def whole_matrices(
     to_own: list[WholeMatrix] = []
     if plan.owned or optimizer.matrices is not None:
         for unit, count in units:
-            is_sharded = placements[unit.name].optim is SHARDED
+            is_sharded = placements[unit.name].optim.is_sharded
             for matrix in _trained(unit, plan=plan):
                 if is_sharded and plan.owns(matrix.param.name):
                     to_own += [matrix] * count

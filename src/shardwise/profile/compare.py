@@ -149,9 +149,9 @@ def _lighter(rehearsal: Rehearsal) -> Iterator[tuple[Rehearsal, str]]:
     """Yield rehearsals that need less memory, with the options that request them."""
     strategies = strategies_of(rehearsal.plan.engine)
     for strategy in strategies:
-        yield replace(rehearsal, plan=replace(rehearsal.plan, strategy=strategy)), f"--strategy {strategy}"
+        yield replace(rehearsal, plan=rehearsal.plan.under(strategy)), f"--strategy {strategy}"
     most_sharded = strategies[-1]
-    sharded = replace(rehearsal, plan=replace(rehearsal.plan, strategy=most_sharded))
+    sharded = replace(rehearsal, plan=rehearsal.plan.under(most_sharded))
     for batch in dict.fromkeys((rehearsal.batch, 1)):
         num_ranks = rehearsal.num_ranks
         options = f"--strategy {most_sharded}" + (f" --micro-batch {batch}" if batch != rehearsal.batch else "")

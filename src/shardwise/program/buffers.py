@@ -9,7 +9,6 @@ from typing import Any
 
 from shardwise.plan import Plan
 from shardwise.plan.limits import LIMITS
-from shardwise.plan.placement import SHARDED
 from shardwise.program.fp8_layers import is_fp8
 from shardwise.spec import ROOT, TensorSpec, UnitSpec
 from shardwise.vocabulary.dtypes import BYTES_PER_ELEMENT, compute_dtype, has_gradients, master_dtype, reduce_dtype
@@ -166,7 +165,7 @@ def update_gather_bytes(unit: UnitSpec, *, plan: Plan) -> int:
 
 def owned_bytes(unit: UnitSpec, *, plan: Plan) -> int:
     """Return the bytes of the trained matrices with an owner, in the dtype in which they are stepped."""
-    if not plan.owned or plan.placement(unit.name).optim is not SHARDED:
+    if not plan.owned or not plan.placement(unit.name).optim.is_sharded:
         return 0
     return sum(
         flat.master_bytes * param.num_elements
@@ -197,7 +196,7 @@ def num_pieces(unit: UnitSpec, *, plan: Plan) -> int:
     bound = plan.piece_bytes
     if bound is None and (unit.name == ROOT or unit.from_root):
         bound = PIECE_BYTES
-    if not bound or not LIMITS[plan.engine].cuts_reduces or plan.placement(unit.name).grads is not SHARDED:
+    if not bound or not LIMITS[plan.engine].cuts_reduces or not plan.placement(unit.name).grads.is_sharded:
         return 1
     return min(max(-(-reduce_bytes(unit, plan=plan) // bound), 1), MOST_PIECES)
 

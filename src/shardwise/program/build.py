@@ -6,7 +6,7 @@ from typing import Any
 
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import SHARDED, Placement
+from shardwise.plan.placement import Placement
 from shardwise.program.buffers import (
     gather_bytes,
     num_fp8,
@@ -85,12 +85,13 @@ def _events_and_context(
         backward_calls=tuple(event.unit for event in events if event.trigger is Trigger.BEFORE_BACKWARD),
         buckets=buckets,
         gather_bytes={
-            unit.name: gather_bytes(unit, plan=plan, sharded=placements[unit.name].params is SHARDED)
+            unit.name: gather_bytes(unit, plan=plan, sharded=placements[unit.name].params.is_sharded)
             for unit in spec.units
         },
         update_gather_bytes={unit.name: update_gather_bytes(unit, plan=plan) for unit in spec.units},
         owned_bytes={unit.name: owned_bytes(unit, plan=plan) for unit in spec.units},
         slice_bytes=_slice_bytes(buckets, placements=placements, mesh=mesh),
+        num_slices=mesh.shard if mesh is not None else 1,
         broadcasts=_broadcasts(spec, is_local=alone),
         scales=_scales(spec, placements=placements, plan=plan, is_local=mesh is not None and mesh.shard == 1),
         flags=Operation(kind=Kind.REDUCE_FLAGS, subject=ROOT, num_bytes=4 * num_flags, is_local=alone),
@@ -163,7 +164,7 @@ def _buckets(
             continue
         joins = (
             groups
-            and placements[name].grads is not SHARDED
+            and not placements[name].grads.is_sharded
             and placements[groups[-1][-1]] == placements[name]
             and sizes[-1] < plan.bucket_bytes
         )
@@ -203,7 +204,7 @@ def _slice_bytes(
     return {
         bucket.name: -(-bucket.num_bytes // mesh.shard)
         for bucket in buckets
-        if placements[bucket.units[0]].grads is SHARDED
+        if placements[bucket.units[0]].grads.is_sharded
     }
 
 
@@ -214,7 +215,7 @@ def _scales(
 
     At the start, and not after the update, because weights may be written in between: loaded, averaged, edited.
     """
-    sharded = [unit for unit in spec.units if placements[unit.name].params is SHARDED]
+    sharded = [unit for unit in spec.units if placements[unit.name].params.is_sharded]
     num_bytes = 4 * sum(num_fp8(unit, plan=plan) for unit in sharded)
     sent = Operation(kind=Kind.GATHER_SCALES, subject=ROOT, num_bytes=num_bytes, is_local=is_local)
     return (sent,) if num_bytes else ()

@@ -12,7 +12,8 @@ class Kind(Enum):
     pieces, those of one piece.
 
     On a mesh with a second axis, a reduce of sharded gradients sums them over the shard axis: this rank's slice is then
-    reduced once more, over `replicate`, and is complete after the wait for that.
+    reduced once more, over `replicate`, and is complete after the wait for that. Where optimizer state is sharded over
+    both, each rank updates a part of that slice, and `gather slice` gathers the updated slice over `replicate`.
 
     `gather scales`: each rank takes the maxima of its slices of the weights that are gathered in fp8, and all ranks
     agree on one scale per weight.
@@ -31,6 +32,8 @@ class Kind(Enum):
     WAIT_REDUCE = "wait reduce"
     REDUCE_SLICE = "reduce slice"
     WAIT_SLICE = "wait slice"
+    GATHER_SLICE = "gather slice"
+    WAIT_GATHER_SLICE = "wait gather slice"
     REDUCE_FLAGS = "reduce flags"
     BROADCAST = "broadcast"
     GATHER_SCALES = "gather scales"
@@ -47,11 +50,11 @@ class Kind(Enum):
 
         A broadcast, a gather of scales, or a transfer to or from owners, has no separate wait: it ends before anything
         else begins. Flags (one per parameter: did this rank use it?) have none either: a rank reads them only if it
-        left one unused.
+        left one unused. Slices of gradients and of parameters take turns over `replicate`.
         """
         if self in (Kind.GATHER, Kind.GATHER_SCALES, Kind.TO_OWNERS, Kind.FROM_OWNERS):
             return "gather"
-        reduces = (Kind.REDUCE, Kind.REDUCE_SLICE, Kind.REDUCE_FLAGS, Kind.BROADCAST)
+        reduces = (Kind.REDUCE, Kind.REDUCE_SLICE, Kind.GATHER_SLICE, Kind.REDUCE_FLAGS, Kind.BROADCAST)
         return "reduce" if self in reduces else "compute"
 
 
@@ -61,7 +64,12 @@ ON_BUCKETS = (Kind.REDUCE, Kind.WAIT_REDUCE, Kind.REDUCE_SLICE, Kind.WAIT_SLICE)
 COMPUTES = (Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE)
 """Operations that compute; all strategies have the same ones in the same order."""
 
-WAITS = {Kind.WAIT_GATHER: Kind.GATHER, Kind.WAIT_REDUCE: Kind.REDUCE, Kind.WAIT_SLICE: Kind.REDUCE_SLICE}
+WAITS = {
+    Kind.WAIT_GATHER: Kind.GATHER,
+    Kind.WAIT_REDUCE: Kind.REDUCE,
+    Kind.WAIT_SLICE: Kind.REDUCE_SLICE,
+    Kind.WAIT_GATHER_SLICE: Kind.GATHER_SLICE,
+}
 """Wait → the operation that it waits for."""
 
 
@@ -99,8 +107,8 @@ OF_A_STEP = (
 class Operation:
     """One operation on one unit, or on one bucket for reduces.
 
-    `num_bytes` counts for the whole group: the full parameters of a gather, the full gradients of a
-    reduce, one slice of them where that is reduced, all matrices that go to or from owners; 0 for the others.
+    `num_bytes` counts for the whole group: the full parameters of a gather, the full gradients of a reduce, one slice
+    of them where that is reduced or gathered, all matrices that go to or from owners; 0 for the others.
 
     `is_local`: a collective in a group of one rank. Nothing is sent: a gather casts the slice, which is everything,
     into its place, and a reduce leaves the sum as it is.

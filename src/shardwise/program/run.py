@@ -163,6 +163,10 @@ class Cursor:
         self._closed.clear()
         self._next_reduce = 0
 
+    def rewind(self) -> None:
+        """Go back through the forwards once more."""
+        self._next = self._steps.program.first_of_backward
+
     def before_backward(self, unit: Named, call: int) -> None:
         """Run the row of a call whose backward begins."""
         name = unit.name

@@ -12,7 +12,7 @@ from typing import assert_never
 from shardwise.bench.case_result import UnitOutline
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import SHARDED, Placement
+from shardwise.plan.placement import Placement
 from shardwise.planner.traffic import sent_by_kind
 from shardwise.program import Kind, Operation, Row, StepProgram, build, crossing_buckets
 from shardwise.program.run import run_in_order
@@ -31,6 +31,7 @@ class Holding(Enum):
     WHOLE = "whole"
     ON_ITS_WAY = "on its way"
     DIFFERS = "differs from rank to rank"
+    PART = "part of own slice"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +75,7 @@ def snapshots_of(spec: ModelSpec, *, plan: Plan, num_ranks: int) -> StepSnapshot
         buckets={bucket.name: bucket.units for bucket in program.buckets},
         crossing_buckets=crossing_buckets(program.operations()),
         num_slices=mesh.shard,
+        num_groups=mesh.replicate,
         on_host={unit.name for unit in spec.units if plan.has_states_on_host(unit.name)},
     )
     run_in_order(program, lambda operation, row: state.do(operation))
@@ -107,7 +109,7 @@ class RankState:
     """The current state of one rank.
 
     crossing_buckets   buckets that are reduced again over a second axis of the mesh
-    num_slices         number of slices of a sharded unit
+    num_slices         number of slices of a sharded unit; `num_groups`: of parts of a slice, where it is sharded again
     on_host            units whose sharded states live in host memory, and are not counted
     """
 
@@ -119,13 +121,14 @@ class RankState:
         buckets: Mapping[str, tuple[str, ...]],
         crossing_buckets: Collection[str],
         num_slices: int,
+        num_groups: int = 1,
         on_host: Collection[str] = (),
     ) -> None:
-        self._on_host = {name for name in on_host if placements[name].grads is SHARDED}
+        self._on_host = {name for name in on_host if placements[name].grads.is_sharded}
         self.units = {unit.name: unit for unit in units}
         self.placements = placements
         self.buckets = buckets
-        self.num_slices = num_slices
+        self.num_slices, self._num_groups = num_slices, num_groups
         self.params = {name: self._home(name, "params") for name in self.units}
         self.optim = {name: self._home(name, "optim") for name in self.units}
         self.grads: dict[str, Holding] = {}
@@ -149,7 +152,8 @@ class RankState:
         """Return the part that the placement says; frozen parameters have no optimizer state and no gradients."""
         if state != "params" and not self.units[name].num_trained:
             return Holding.NOTHING
-        return Holding.SLICE if getattr(self.placements[name], state) is SHARDED else Holding.WHOLE
+        where = getattr(self.placements[name], state)
+        return Holding.PART if where.is_sharded_across else Holding.SLICE if where.is_sharded else Holding.WHOLE
 
     def do(self, operation: Operation) -> None:
         name = operation.subject
@@ -179,7 +183,14 @@ class RankState:
             case Kind.UPDATE:
                 self._update()
             case (
-                Kind.FORWARD | Kind.BACKWARD | Kind.TAKE_GRADS | Kind.REDUCE_FLAGS | Kind.BROADCAST | Kind.GATHER_SCALES
+                Kind.FORWARD
+                | Kind.BACKWARD
+                | Kind.TAKE_GRADS
+                | Kind.GATHER_SLICE
+                | Kind.WAIT_GATHER_SLICE
+                | Kind.REDUCE_FLAGS
+                | Kind.BROADCAST
+                | Kind.GATHER_SCALES
             ):
                 # These change nothing that is counted here.
                 pass
@@ -194,7 +205,7 @@ class RankState:
     def _update(self) -> None:
         """Mark replicated parameters that are updated in slices: they differ between ranks until they are gathered."""
         for name, placement in self.placements.items():
-            if placement.params is not SHARDED and self.optim[name] is Holding.SLICE:
+            if not placement.params.is_sharded and self.optim[name] is Holding.SLICE:
                 self.params[name] = Holding.DIFFERS
 
     def holds(self) -> dict[str, dict[str, Holding]]:
@@ -217,11 +228,12 @@ class RankState:
         held += self._part(_NUM_MOMENTS * grads, holds["optim"][name])
         held += self._part(params, holds["params"][name])
         # Gathered parameters are a copy, in addition to the slice that the rank owns.
-        if self.placements[name].params is SHARDED and holds["params"][name] is not Holding.SLICE:
+        if self.placements[name].params.is_sharded and holds["params"][name] is not Holding.SLICE:
             held += self._part(params, Holding.SLICE)
         return held
 
     def _part(self, num_bytes: int, held: Holding) -> int:
         if held is Holding.NOTHING:
             return 0
-        return -(-num_bytes // self.num_slices) if held is Holding.SLICE else num_bytes
+        parts = {Holding.SLICE: self.num_slices, Holding.PART: self.num_slices * self._num_groups}
+        return -(-num_bytes // parts.get(held, 1))

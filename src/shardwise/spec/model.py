@@ -58,6 +58,7 @@ class ModelSpec:
     unit; the call order names units. A unit that is called twice is listed twice.
 
     seq          tokens per sample at which the laws are evaluated; None for models whose samples have no length
+    lengths      of batches in their order, which then begins again, if they differ; laws are evaluated at the longest
     batch_bytes  the caller's batch
     traces       one step per traced way of computing; without any, only states can be planned
     """
@@ -66,6 +67,7 @@ class ModelSpec:
     units: tuple[UnitSpec, ...]
     call_order: tuple[str, ...]
     seq: int | None = None
+    lengths: tuple[int, ...] = ()
     batch_bytes: Law | None = None
     traces: tuple[StepTrace, ...] = ()
 
@@ -90,7 +92,7 @@ class ModelSpec:
         # Not over all fields: specs are cache keys, and nearly always the same object. But one with other traces must
         # not collide: to tell the two apart, all of their units would be compared at every look.
         ways = tuple((trace.computes_in, trace.recompute) for trace in self.traces)
-        return hash((self.name, self.seq, len(self.units), ways))
+        return hash((self.name, self.seq, self.lengths, len(self.units), ways))
 
     @property
     def num_params(self) -> int:

@@ -9,7 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shardwise.comm.dtensor import dtensor_types, local_part
-from shardwise.engine.protocol import HeldState, OwnedModel, OwnedSlice, find_engine
+from shardwise.engine.owned_model import OwnedModel, OwnedSlice
+from shardwise.engine.protocol import HeldState, find_engine
 from shardwise.errors import CheckpointError, InvalidModel
 from shardwise.plan import Plan
 from shardwise.vocabulary.categories import GRADS, OPTIM, OTHER, PARAMS

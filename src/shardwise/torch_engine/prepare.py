@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shardwise.comm.agreement import agree
+from shardwise.comm.agreement import check_alike, together
 from shardwise.comm.join import join_job
 from shardwise.engine.activations.compiled_units import check_compile, compile_units
 from shardwise.engine.core.precision import planned_dtype
@@ -32,12 +32,12 @@ from shardwise.engine.protocol import carry_engine, find_engine
 from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import SHARDED, Placement
-from shardwise.spec import ROOT
+from shardwise.plan.placement import Placement
+from shardwise.spec import ROOT, ModelSpec
 from shardwise.torch_engine.plain_model import is_on_torch
 from shardwise.torch_engine.refuse import check_plan, check_replicated, check_sharded
 from shardwise.torch_engine.torch_engine import TorchEngine
-from shardwise.units import model_spec, unit_modules
+from shardwise.units import CutModel, cut_model
 from shardwise.units.materialize import materialize
 
 AnyOptimizer = TypeVar("AnyOptimizer", Optimizer, None)
@@ -61,19 +61,30 @@ def prepare_on_torch(
     chosen = join_job(asked_device(model, device=device))
     mesh = plan.mesh or Mesh(shard=dist.get_world_size())
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    agree(lambda: _description(model, optimizer, plan=plan, mesh=mesh, names=names), what="plans, models or optimizers")
-    placements = plan.placements(unit_modules(model, policy=plan.units))
-    spec = model_spec(model, policy=plan.units)
-    warn_hardly_cut(spec, plan=plan, mesh=mesh)
-    advise_on_segments(plan, spec=spec, mesh=mesh, device=chosen)
+
+    def checked() -> tuple[CutModel, dict[str, Placement]]:
+        units = cut_model(model, policy=plan.units)
+        placements = _check(model, units.spec, plan=plan, mesh=mesh)
+        if optimizer is not None:
+            _check_optimizer(optimizer, names=names)
+        return units, placements
+
+    units, placements = together(checked)
+    described = describe(model, spec=units.spec, plan=plan)
+    if optimizer is not None:
+        described += "\n" + describe_optimizer(optimizer, names=names)
+    check_alike(described, what="plans, models or optimizers")
+    warn_hardly_cut(units.spec, plan=plan, mesh=mesh)
+    advise_on_segments(plan, spec=units.spec, mesh=mesh, device=chosen)
     materialize(model, device=chosen)
     model.to(chosen)
     to_master_dtype(model, plan=plan)
     broadcast_carried(model, device=chosen)
-    compile_units(unit_modules(model, policy=plan.units), plan=plan)
+    compile_units(units.modules, plan=plan)
     prepared = model
-    if placements[ROOT].params is SHARDED:
-        shard_units(model, plan=plan, placements=placements, mesh=_device_mesh(mesh, device=chosen))
+    if placements[ROOT].params.is_sharded:
+        device_mesh = _device_mesh(mesh, device=chosen)
+        shard_units(model, units.modules, plan=plan, placements=placements, mesh=device_mesh)
     else:
         prepared = _replicate(model, plan=plan, device=chosen)
     if optimizer is not None:
@@ -109,7 +120,14 @@ def _replicate(model: nn.Module, *, plan: Plan, device: torch.device) -> Distrib
     return DistributedDataParallel(model, **options)  # type: ignore[arg-type]
 
 
-def shard_units(model: nn.Module, *, plan: Plan, placements: Mapping[str, Placement], mesh: DeviceMesh) -> None:
+def shard_units(
+    model: nn.Module,
+    modules: Mapping[str, nn.Module],
+    *,
+    plan: Plan,
+    placements: Mapping[str, Placement],
+    mesh: DeviceMesh,
+) -> None:
     """Call `fully_shard` on every unit, inner ones first: an outer call takes the parameters that are left.
 
     The root is not freed after forward, as under our engine: backward needs it first.
@@ -121,8 +139,7 @@ def shard_units(model: nn.Module, *, plan: Plan, placements: Mapping[str, Placem
         policy = MixedPrecisionPolicy(
             param_dtype=planned_dtype(plan.precision), reduce_dtype=planned_dtype(plan.reduce_dtype)
         )
-    modules = unit_modules(model, policy=plan.units)
-    for name, module in reversed(modules.items()):
+    for name, module in reversed(list(modules.items())):
         reshard = name != ROOT and placements[name].reshard_after_forward
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
 
@@ -133,26 +150,19 @@ def _device_mesh(mesh: Mesh, *, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, (mesh.replicate, mesh.shard), mesh_dim_names=("replicate", "shard"))
 
 
-def _description(
-    model: nn.Module, optimizer: Optimizer | None, *, plan: Plan, mesh: Mesh, names: Mapping[int, str]
-) -> str:
-    """Describe what ranks must agree on, a line each; raise for a plan or model that cannot run."""
+def _check(model: nn.Module, spec: ModelSpec, *, plan: Plan, mesh: Mesh) -> dict[str, Placement]:
+    """Return the placement of each unit; raise for a plan or model that cannot run."""
     mesh.check_ranks(dist.get_world_size())
-    spec = model_spec(model, policy=plan.units)
     placements = plan.placements(unit.name for unit in spec.units)
     check_plan(plan, placements=placements)
     check_compile(placements, plan=plan)
     check_precision(model, plan=plan)
     check_gradients(model)
-    if placements[ROOT].params is SHARDED:
+    if placements[ROOT].params.is_sharded:
         check_sharded(spec, plan=plan)
     else:
         check_replicated(spec)
-    described = describe(model, spec=spec, plan=plan)
-    if optimizer is not None:
-        _check_optimizer(optimizer, names=names)
-        described += "\n" + describe_optimizer(optimizer, names=names)
-    return described
+    return placements
 
 
 def to_master_dtype(model: nn.Module, *, plan: Plan) -> None:

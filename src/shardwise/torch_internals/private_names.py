@@ -119,6 +119,17 @@ PRIVATE = {
     "AttributeMutationNew": Private(
         "torch._dynamo.variables.base:AttributeMutationNew", "finds out what a trace writes"
     ),
+    "handle_exception": Private(
+        "torch._dynamo.symbolic_convert:InstructionTranslatorBase.exception_handler",
+        "notices lookups that fail in a trace",
+        given=2,
+    ),
+    "store_attribute": Private(
+        "torch._dynamo.side_effects:SideEffects.store_attr", "notices what a trace writes into a class", given=4
+    ),
+    "ClassVariable": Private(
+        "torch._dynamo.variables.user_defined:UserDefinedClassVariable", "notices what a trace writes into a class"
+    ),
     "lookup_backend": Private("torch._dynamo.backends.registry:lookup_backend", "compiles units", given=1),
     "ConvertFrameReturn": Private("torch._dynamo.types:ConvertFrameReturn", "runs what cannot be traced", given=0),
     "function_modes": Private(

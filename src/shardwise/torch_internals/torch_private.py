@@ -149,6 +149,9 @@ if TYPE_CHECKING:
     guards_scope: Callable[[], dict[str, Any]]
     InstructionTranslator: Any
     AttributeMutationNew: type[Any]
+    handle_exception: Callable[..., None]
+    store_attribute: Callable[..., None]
+    ClassVariable: type[Any]
     lookup_backend: Callable[[str], Callable[..., Any]]
     ConvertFrameReturn: Callable[[], Any]
     function_modes: Callable[[], list[Any]]

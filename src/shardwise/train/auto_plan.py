@@ -25,6 +25,7 @@ from shardwise.files.data_file import UnreadableFile, parse_json, read_json
 from shardwise.hardware import Cluster
 from shardwise.models.reference import Model
 from shardwise.plan import Plan
+from shardwise.plan.placement import ACROSS
 from shardwise.planner.search.auto import solve_plan
 from shardwise.planner.search.candidates import capacity_bytes
 from shardwise.planner.search.chosen_text import chosen_text
@@ -169,7 +170,7 @@ class ChosenPlan:
         if before is None:
             assert given.micro_batch is not None
             before = given.micro_batch * given.accumulate * self.place.num_ranks
-        return replace(given, mesh=None, micro_batch=None, accumulate=1), global_batch or before
+        return replace(given, mesh=None, across=ACROSS[0], micro_batch=None, accumulate=1), global_batch or before
 
     def asked(self) -> dict[str, Any]:
         """Return all that the plan follows from, in JSON's own types."""

@@ -6,8 +6,8 @@ them, because only that unit's forward encloses every use.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -29,8 +29,16 @@ LARGE_LAYER = 2**18
 latency."""
 
 
-def model_spec(model: nn.Module, *, policy: UnitPolicy | str = "auto", name: str | None = None) -> ModelSpec:
-    """Return the spec of a model, which may be on the meta device; its call order is that of registration."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutModel:
+    """A model cut into units: its spec, whose call order is that of registration, and the module of each unit."""
+
+    spec: ModelSpec
+    modules: Mapping[str, nn.Module]
+
+
+def cut_model(model: nn.Module, *, policy: UnitPolicy | str = "auto", name: str | None = None) -> CutModel:
+    """Cut a model, which may be on the meta device, into units."""
     modules = unit_modules(model, policy=policy)
     owners = _owners(model, modules=modules)
     from_root = units_from_root(model, policy=policy)
@@ -48,7 +56,13 @@ def model_spec(model: nn.Module, *, policy: UnitPolicy | str = "auto", name: str
         )
         for unit, module in modules.items()
     )
-    return ModelSpec(name=name or type(model).__name__, units=units, call_order=tuple(modules))
+    spec = ModelSpec(name=name or type(model).__name__, units=units, call_order=tuple(modules))
+    return CutModel(spec=spec, modules=modules)
+
+
+def model_spec(model: nn.Module, *, policy: UnitPolicy | str = "auto", name: str | None = None) -> ModelSpec:
+    """Return the spec of a model, which may be on the meta device; its call order is that of registration."""
+    return cut_model(model, policy=policy, name=name).spec
 
 
 def unit_modules(model: nn.Module, *, policy: UnitPolicy | str = "auto") -> dict[str, nn.Module]:

@@ -57,12 +57,15 @@ class Layout:
         )
 
     def owned(self, index: int) -> list[tuple[int, int, int]]:
-        """Return (parameter, start, stop) of each parameter in slice `index`, in elements from the slice's start.
+        """Return (parameter, start, stop) of each parameter in slice `index`, in elements from the slice's start."""
+        return self.within(slice(index * self.slice_elements, (index + 1) * self.slice_elements))
 
-        Parameters without an element in the slice are left out.
+    def within(self, part: slice) -> list[tuple[int, int, int]]:
+        """Return (parameter, start, stop) of each parameter in a part of the buffer, in elements from the part's start.
+
+        Parameters without an element in it are left out.
         """
-        first = index * self.slice_elements
-        last = first + self.slice_elements
+        first, last = part.start, part.stop
         parts = []
         for parameter, (offset, size) in enumerate(self.sizes()):
             start, stop = max(offset, first), min(offset + size, last)

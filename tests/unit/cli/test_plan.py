@@ -201,6 +201,7 @@ def test_options_change_what_is_planned(capfd: pytest.CaptureFixture[str]) -> No
 
     plain = peak()
     assert peak("--seq", "512") < plain
+    assert peak("--lengths", "256,512") == pytest.approx(peak("--seq", "512"), rel=0.01)
     assert peak("--precision", "fp32") > plain
     assert peak("--recompute", "full") < plain
     assert peak("--optimizer", "sgd") < plain
@@ -341,9 +342,11 @@ def test_a_hugging_face_config_is_traced_and_planned(tmp_path: Path, capfd: pyte
 
 def test_hybrid_shard_means_a_mesh_of_nodes(capfd: pytest.CaptureFixture[str]) -> None:
     options = ("gpt2-124m", "--strategy", "hybrid_shard", "--micro-batch", "4")
-    (row,) = as_json(capfd, *options, "--cluster", "2x8xh100-80gb")["candidates"]
+    row, across = as_json(capfd, *options, "--cluster", "2x8xh100-80gb")["candidates"]
+    assert (row["across"], across["across"]) == ("ddp", "zero2")
+    assert across["breakdown_bytes"]["optim"] < 0.6 * row["breakdown_bytes"]["optim"]
     assert (row["strategy"], row["mesh"]) == ("fsdp", {"replicate": 2, "shard": 8})
-    (row,) = as_json(capfd, *options, "--cluster", "8xh100-80gb", "--mesh", "2x4")["candidates"]
+    row = as_json(capfd, *options, "--cluster", "8xh100-80gb", "--mesh", "2x4")["candidates"][0]
     assert row["mesh"] == {"replicate": 2, "shard": 4}
     assert run(*options, "--cluster", "8xh100-80gb") == 2
     assert "8xh100-80gb is one node; give --mesh" in capfd.readouterr().err
@@ -419,12 +422,12 @@ def test_a_step_that_is_faster_with_units_as_cuda_graphs_is_said_to_be(capfd: py
     assert as_json(capfd, *asked, "1xh100-80gb", "--micro-batch", "4", "--engine", "torch")["captured"] is None
 
 
-def test_where_only_units_can_be_cuda_graphs_their_time_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+def test_updates_inside_backward_are_not_said_to_be_faster_with_graphs(capfd: pytest.CaptureFixture[str]) -> None:
+    """They read gradients that would lie in the memory of graphs."""
     asked = ("gpt2-124m", "--cluster", "1xh200", "--strategy", "fsdp", "--micro-batch", "1", "--offload", "states")
     assert run(*asked) == 0
     out = " ".join(capfd.readouterr().out.split())
     assert "With units as CUDA graphs, which is the default, fsdp takes 0.0" in out
-    # Updates inside backward read gradients that would lie in the memory of graphs.
     assert run(*asked, "--update", "backward") == 0
     assert "graphs" not in capfd.readouterr().out
 
@@ -567,9 +570,9 @@ def test_the_cost_of_a_training_follows_from_its_speed(capfd: pytest.CaptureFixt
 def test_mesh_passes_reduce_dtype_and_recompute_by_unit_can_be_set(capfd: pytest.CaptureFixture[str]) -> None:
     options = ("gpt2-124m", "--cluster", "2x8xh100", "--strategy", "fsdp", "--micro-batch", "2")
     settings = ("--mesh", "4x4", "--accumulate", "3", "--reduce-dtype", "bf16", "--recompute", "full,blocks.[0-3]=none")
-    (candidate,) = as_json(capfd, *options, *settings)["candidates"]
+    (candidate,) = as_json(capfd, *options, *settings, "--across", "zero1")["candidates"]
     plan = candidate["plan"]
-    assert plan["mesh"] == {"replicate": 4, "shard": 4}
+    assert (plan["mesh"], plan["across"]) == ({"replicate": 4, "shard": 4}, "zero1")
     assert (plan["accumulate"], plan["reduce_dtype"], plan["recompute"]) == (3, "bf16", "full")
     assert plan["recompute_overrides"] == {"blocks.[0-3]": "none"}
 
@@ -596,6 +599,8 @@ def test_the_frontier_shows_auto_against_the_fastest_fixed_plan(capfd: pytest.Ca
         (["--mesh", "8"], "--mesh 8: must be REPLICATExSHARD"),
         (["--mesh", "3x3"], "9"),
         (["--global-batch", "9"], "it must be a multiple of 8"),
+        (["--lengths", "512,0"], "--lengths 512,0: say the tokens per sample of each batch, as 1024,512,768"),
+        (["--lengths", "512,256", "--seq", "1024"], "--seq 1024: the longest is the sample that is planned"),
         (["--recompute", "full,nowhere=none"], "recompute_overrides.nowhere matches no unit"),
     ],
 )

@@ -86,6 +86,10 @@ def test_a_mesh_becomes_hybrid_sharding_where_the_target_has_it(tmp_path: Path) 
         assert str(setup.plan.mesh) == "2×8"
     text = file_of(plan, "lightning", tmp_path / "lightning", shape=TWO_NODES).read_text()
     assert 'sharding_strategy="HYBRID_SHARD", device_mesh=(2, 8)' in text
+    across = Plan(mesh=Mesh(replicate=2, shard=8), across="zero2", **FULL)  # type: ignore[arg-type]
+    setup = read_setup(file_of(across, "deepspeed", tmp_path / "hpz", shape=TWO_NODES))
+    assert (str(setup.plan.mesh), setup.plan.across) == ("2×8", "zero2")
+    assert any("across" in line for line in export(across, TWO_NODES, target="torchtitan").left_out)
     with pytest.raises(InvalidPlan, match="mesh 2×8 is 16 ranks, but the job has 8"):
         export(plan, EIGHT, target="accelerate")
 

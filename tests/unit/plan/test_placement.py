@@ -6,7 +6,17 @@ import pytest
 
 import shardwise
 from shardwise.errors import InvalidPlan, UnknownName
-from shardwise.plan.placement import REPLICATED, SHARDED, STRATEGIES, Placement, placement_of
+from shardwise.plan.placement import (
+    ACROSS,
+    REPLICATED,
+    SHARDED,
+    SHARDED_TWICE,
+    STRATEGIES,
+    Placement,
+    Where,
+    placement_of,
+    strategy_of,
+)
 
 
 def test_the_table_holds_the_five_strategies_simplest_first() -> None:
@@ -23,13 +33,31 @@ def test_the_table_holds_the_five_strategies_simplest_first() -> None:
 
 def test_exactly_the_placements_that_keep_the_invariant_can_be_made() -> None:
     made = set()
-    for params, grads, optim in itertools.product((REPLICATED, SHARDED), repeat=3):
+    for params, grads, optim in itertools.product(Where, repeat=3):
         for reshard in (False, True):
             try:
                 made.add(Placement(params=params, grads=grads, optim=optim, reshard_after_forward=reshard))
             except InvalidPlan as error:
                 assert "\n" not in str(error)
-    assert made == set(STRATEGIES.values())
+    assert made == {placement_of(name, across=across) for name in STRATEGIES for across in ACROSS}
+
+
+def test_a_strategy_across_shards_more_of_what_is_sharded_and_never_parameters() -> None:
+    rows = {
+        (name, across): (row.grads, row.optim)
+        for name in STRATEGIES
+        for across in ACROSS
+        for row in [placement_of(name, across=across)]
+        if row != STRATEGIES[name]
+    }
+    s, t = SHARDED, SHARDED_TWICE
+    assert rows == {
+        (name, across): where
+        for name in ("shard_grad_op", "fsdp")
+        for across, where in (("zero1", (s, t)), ("zero2", (t, t)))
+    }
+    assert all(placement_of(name, across=across).params is SHARDED for name, across in rows)
+    assert all(strategy_of(placement_of(name, across=across)) == name for name, across in rows)
 
 
 def test_the_table_cannot_be_changed() -> None:

@@ -1,5 +1,6 @@
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -204,3 +205,25 @@ def test_earlier_words_for_capture_mean_the_same_or_name_the_new_way(tmp_path: P
         )
     with pytest.raises(InvalidPlan, match="shardwise.capture is gone: units run as CUDA graphs in any loop"):
         shardwise.capture  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({}, "without a mesh: give nodes × ranks per node, such as Mesh(replicate=2, shard=8) in a plan or --mesh 2x8"),
+        (
+            {"mesh": Mesh(shard=8)},
+            "its replicate axis has one rank; give a longer one, such as Mesh(replicate=2, shard=4)",
+        ),
+        ({"strategy": "zero1", "mesh": Mesh(replicate=2, shard=4)}, "leave across out and set mesh = Mesh(shard=8)"),
+        ({"mesh": Mesh(replicate=2), "offload_states": True}, "leave one of them out"),
+        ({"mesh": Mesh(replicate=2), "owned": ("*",)}, "leave one of them out"),
+        ({"mesh": Mesh(replicate=2), "engine": "torch"}, "engine = 'torch' has no across"),
+    ],
+    ids=str,
+)
+def test_a_strategy_across_nothing_is_one_line_with_the_mesh_to_give(keys: dict[str, Any], line: str) -> None:
+    with pytest.raises(InvalidPlan) as error:
+        Plan(across="zero2", **keys)
+    assert line in str(error.value)
+    assert "\n" not in str(error.value)

@@ -21,13 +21,12 @@ from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Placement
 from shardwise.program.buffers import FlatSpec, flat_specs
 from shardwise.program.rules.host import has_states_on_host
-from shardwise.units import model_spec, unit_modules
+from shardwise.units import cut_model
 
 
-def make_units(model: nn.Module, *, setting: CoreSetting) -> dict[str, Unit]:
-    """Cut the model into units, with buffers that are still to be filled."""
+def make_units(model: nn.Module, *, modules: Mapping[str, nn.Module], setting: CoreSetting) -> dict[str, Unit]:
+    """Make the units of these modules of the model, with buffers that are still to be filled."""
     plan = setting.plan
-    modules = unit_modules(model, policy=plan.units)
     placements = plan.placements(modules)
     parameters = dict(model.named_parameters())
     units: dict[str, Unit] = {}
@@ -62,6 +61,7 @@ def make_flat(
 def make_core(
     model: nn.Module,
     *,
+    modules: Mapping[str, nn.Module],
     setting: CoreSetting,
     weights: Mapping[str, Tensor] | None = None,
     on_filled: Callable[[FlatParams, int, nn.Parameter, nn.Module], None] | None = None,
@@ -71,7 +71,7 @@ def make_core(
     Also returns the parameters that an optimizer may hold, with their places: those of the model, and those that were
     on the meta device and have been replaced.
     """
-    units = together(lambda: make_units(model, setting=setting))
+    units = together(lambda: make_units(model, modules=modules, setting=setting))
     flats = [flat for unit in units.values() for flat in unit.flats]
     before = [(flat, index, parameter) for flat in flats for index, parameter in enumerate(flat.params)]
     fill(model, flats=flats, groups=setting.groups, device=setting.device, weights=weights, on_filled=on_filled)
@@ -87,14 +87,15 @@ def assemble(
 
     `shardwise.prepare` does the same with everything around it: checks, guards, graphs of units and so on.
     """
+    units = cut_model(model, policy=plan.units)
     setting = CoreSetting(
-        spec=model_spec(model, policy=plan.units),
+        spec=units.spec,
         plan=plan,
         groups=mesh_groups(plan.mesh or Mesh(shard=dist.get_world_size())),
         collectives=collectives,
         device=device,
     )
-    core, places = make_core(model, setting=setting)
+    core, places = make_core(model, modules=units.modules, setting=setting)
     for unit in core.units.values():
         unit.settle()
     slices = OptimizerSlices(core)

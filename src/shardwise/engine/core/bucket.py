@@ -8,7 +8,7 @@ adds to what it holds.
 import torch
 from torch import Tensor
 
-from shardwise.comm.collectives import DONE
+from shardwise.comm.collectives import DONE, own_slice
 from shardwise.comm.issued import CollectiveName
 from shardwise.engine.core.core_setting import CoreSetting
 from shardwise.engine.core.flat import FlatParams
@@ -16,7 +16,6 @@ from shardwise.engine.core.precision import torch_dtype
 from shardwise.engine.core.segment import Segment
 from shardwise.engine.core.step_events import announce
 from shardwise.engine.core.unit import Unit
-from shardwise.plan.placement import SHARDED
 from shardwise.program import Bucket, Kind
 
 
@@ -29,9 +28,10 @@ class ReduceBucket:
         self._reduces_slice = CollectiveName(f"{Kind.REDUCE_SLICE.value} {bucket.name}")
         self.units = units
         self._setting = setting
-        self.sharded = units[0].placement.grads is SHARDED
+        self.sharded = units[0].placement.grads.is_sharded
         # Whether slices are summed over a second axis of the mesh too.
         self.crosses = self.sharded and self._setting.groups.replicate.size > 1
+        self._scatters = units[0].placement.grads.is_sharded_across
         self._num_ranks = setting.groups.mesh.num_ranks
         self.scale = 1 / self._num_ranks
         self.segments: list[Segment] = []
@@ -101,36 +101,42 @@ class ReduceBucket:
         self._setting.tape.record(Kind.REDUCE, self.name, self._num_bytes)
 
     def finish(self) -> None:
-        """Wait for the sums, average them, and give each owner its gradient, unless its slice is to cross first."""
+        """Wait for the sums, average them, and give each owner its gradient, unless its slice is to cross first.
+
+        That slice waits on this rank, and those of later passes are added to it until one of them lets it cross.
+        """
         for segment in self.segments:
             segment.finish()
             if not self.sharded:
                 self._deliver_whole(segment)
-            elif not self.crosses:
+            elif self.crosses:
+                segment.take_slice()
+            else:
                 self._deliver_slice(segment, segment.own)
         self._setting.tape.record(Kind.WAIT_REDUCE, self.name, self._num_bytes)
 
     def start_slice(self) -> None:
-        """Sum this rank's slice over `replicate`: a copy of it, so that the buffer can go meanwhile."""
-        self._setting.groups.replicate.log.name = self._reduces_slice
+        """Sum this rank's slice over `replicate`; where gradients are sharded over that too, each rank gets a part."""
+        group, collectives = self._setting.groups.replicate, self._setting.collectives
+        group.log.name = self._reduces_slice
+        reduces = collectives.reduce_scatter if self._scatters else collectives.all_reduce
         for segment in self.segments:
-            segment.begin(
-                self._setting.collectives.all_reduce(segment.take_slice(), group=self._setting.groups.replicate)
-            )
+            assert segment.slice is not None
+            segment.begin(reduces(segment.slice, group=group))
         self._setting.tape.record(Kind.REDUCE_SLICE, self.name, self._slice_bytes)
 
     def finish_slice(self) -> None:
         """Wait for the sum of the slice, average it, and give it to its owner."""
         for segment in self.segments:
-            segment.finish()
+            sums = segment.finish_slice()
             (flat,) = segment.flats
-            assert segment.buffer is not None
-            if segment.piece is not None:
-                self._deliver_slice(segment, segment.buffer)
+            if self._scatters:
+                sums = own_slice(sums, group=self._setting.groups.replicate)
+            if segment.piece is not None or self._scatters:
+                self._deliver_slice(segment, sums)
                 continue
             # The slice is a copy already: in the dtype of the gradients it becomes them.
-            flat.grads.add(segment.buffer.to(flat.master_dtype).mul_(self.scale))
-            segment.release()
+            flat.grads.add(sums.to(flat.master_dtype).mul_(self.scale))
             announce(self._setting.events.grads_averaged, flat)
         self._setting.tape.record(Kind.WAIT_SLICE, self.name, self._slice_bytes)
 
@@ -148,12 +154,16 @@ class ReduceBucket:
         (flat,), piece = segment.flats, segment.piece
         assert sums is not None
         average = flat.grads.begun
+        held = flat.full.part(self.units[0].placement.grads)
+        size = held.stop - held.start
         if average is None:
-            size = flat.layout.slice_elements
             average = self._setting.gradient_memory.empty(
                 segment.name, size, dtype=flat.master_dtype, device=sums.device
             )
-        part = average if piece is None else average[piece.start : piece.stop]
+        # A piece has its share of every part of the slice that a rank steps.
+        num_parts = size // flat.layout.slice_elements
+        part = average if piece is None else average.view(num_parts, -1)[:, piece.start : piece.stop]
+        sums = sums.view(part.shape)
         if flat.master_dtype == segment.dtype:
             torch.mul(sums, self.scale, out=part)
         else:

@@ -209,10 +209,14 @@ class Core:
         followed, plan = self.followed, self.followed.plan
         reduces = not passes.accumulating or plan.accumulate_reduced or plan.dynamic
         # Autograd goes back through a forward in reverse, so a unit whose row is passed has all the gradients that it
-        # will get; unless two forwards are under way. Where nothing is sharded no gather waits for it.
-        in_order = self.state.forwards <= 1 and not passes.by_parts if followed.any_sharded else None
+        # will get; unless two forwards are under way, or it has gone back before. Where nothing is sharded no gather
+        # waits for it.
+        forwards = self.state.forwards
+        in_order = forwards == 1 and not passes.by_parts if followed.any_sharded else None
         keeping = None if reduces else partial(followed.build, reduces=False)
         self.cursor.begin_backward(in_order=in_order, keeping=keeping)
+        if not forwards:
+            followed.gather_again()
         for unit in self.units.values():
             unit.begin_backward()
         self.state = begun
@@ -274,6 +278,7 @@ class Core:
     def wait_gathers(self) -> None:
         """Wait for everything that is being gathered."""
         for unit in self.units.values():
+            unit.wait_gather_slice()
             unit.wait_gather()
 
     def after_step(self, *, others: AbstractSet[str] = frozenset()) -> None:

@@ -8,7 +8,6 @@ import torch
 from shardwise.engine.core.core import Core
 from shardwise.engine.core.flat import refresh
 from shardwise.engine.core.step_events import announce
-from shardwise.plan.placement import SHARDED
 from shardwise.program.rules.demand import edited, released
 
 
@@ -33,7 +32,7 @@ def distribute(core: Core) -> None:
         flat.master.stage()
     core.cursor.run(edited(core.followed.context))
     replicated = [flat for flat in core.flats if not flat.full.sharded]
-    refresh([flat for flat in replicated if flat.placement.optim is not SHARDED])
+    refresh([flat for flat in replicated if not flat.placement.optim.is_sharded])
     torch.autograd.graph.increment_version([p for unit in core.units.values() for p in unit.params()])
     announce(core.setting.events.values_written)
 

@@ -87,6 +87,10 @@ class EngineExecutor:
                 return self._gather(self.units[name], operation, row)
             case Kind.WAIT_GATHER:
                 return self.units[name].wait_gather
+            case Kind.GATHER_SLICE:
+                return partial(self.units[name].gather_slice, updated=row.trigger is Trigger.AFTER_STEP)
+            case Kind.WAIT_GATHER_SLICE:
+                return self.units[name].wait_gather_slice
             case Kind.FREE:
                 return self.units[name].free
             case Kind.FORWARD | Kind.BACKWARD:
@@ -106,12 +110,17 @@ class EngineExecutor:
             case Kind.BROADCAST:
                 return partial(self.tape.record, kind, ROOT) if operation.is_local else self.broadcast_buffers
             case Kind.GATHER_SCALES:
-                return partial(self.scales.refresh, is_local=operation.is_local)
+                return partial(self._refresh_scales, is_local=operation.is_local)
             case Kind.UPDATE:
                 return self._updated
             case _:
                 # Looked up when it runs: the shell adds it once the core is there.
                 return lambda: self._others[kind](operation)()
+
+    def _refresh_scales(self, *, is_local: bool) -> None:
+        for unit in self.units.values():
+            unit.wait_gather_slice()
+        self.scales.refresh(is_local=is_local)
 
     def _gather(self, unit: Unit, operation: Operation, row: Row) -> Action:
         if row.trigger is Trigger.AFTER_STEP:
@@ -162,7 +171,12 @@ class EngineExecutor:
     @property
     def holds_grads(self) -> bool:
         """Return whether gradients are summed on this rank alone, for a later backward to reduce."""
-        return any(segment.holds for segment in self._segments)
+        return any(segment.holds for segment in self._segments) or self.holds_slices
+
+    @property
+    def holds_slices(self) -> bool:
+        """Return whether they are summed over the shard axis already."""
+        return any(segment.holds_slice for segment in self._segments)
 
     @property
     def can_undo_grads(self) -> bool:

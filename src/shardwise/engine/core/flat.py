@@ -14,6 +14,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm.collectives import own_slice
 from shardwise.comm.issued import CollectiveName
 from shardwise.engine.core.core_setting import CoreSetting
 from shardwise.engine.core.flat_gradients import Gradients
@@ -22,7 +23,7 @@ from shardwise.engine.core.host_states import HostMemory
 from shardwise.engine.core.master import Master
 from shardwise.engine.core.precision import torch_dtype
 from shardwise.engine.fp8.fp8_bytes import Fp8Bytes
-from shardwise.plan.placement import SHARDED, Placement
+from shardwise.plan.placement import Placement
 from shardwise.program.buffers import FlatSpec
 from shardwise.vocabulary.layout import ALIGNMENT
 
@@ -49,14 +50,15 @@ class FlatParams:
         self.placement = placement
         self.device, self.groups, self.collectives = setting.device, setting.groups, setting.collectives
         self.compute_dtype, self.master_dtype = torch_dtype(spec.compute_dtype), torch_dtype(spec.master_dtype)
-        self.block = setting.alignment if setting.alignment > ALIGNMENT and placement.optim is SHARDED else 1
-        self.layout = spec.layout(num_slices=self.groups.gather.size, alignment=setting.alignment)
-        sharded = placement.params is SHARDED
+        self.block = setting.alignment if setting.alignment > ALIGNMENT and placement.optim.is_sharded else 1
+        axes = self.groups.gather.size * (self.groups.replicate.size if placement.optim.is_sharded_across else 1)
+        self.layout = spec.layout(num_slices=axes, alignment=setting.alignment)
+        sharded = placement.params.is_sharded
         fp8 = None
         if spec.num_fp8 and sharded:
             fp8 = Fp8Bytes(self.layout, num_fp8=spec.num_fp8, dtype=self.compute_dtype)
-        dtype, group = self.compute_dtype, self.groups.gather
-        self.full = FullBuffer(self.layout, dtype=dtype, sharded=sharded, device=self.device, group=group, fp8=fp8)
+        dtype, groups = self.compute_dtype, self.groups
+        self.full = FullBuffer(self.layout, dtype=dtype, sharded=sharded, device=self.device, groups=groups, fp8=fp8)
         if not sharded:
             self.full.lay_out()
         self.master = self._make_master(host)
@@ -74,25 +76,31 @@ class FlatParams:
         self.names = [param.name for param in spec.params]
 
     def _make_master(self, host: HostMemory | None) -> Master:
-        optim_sharded, full = self.placement.optim is SHARDED, self.full.buffer
-        size = self.layout.slice_elements if optim_sharded else self.layout.num_elements
+        optim, full = self.placement.optim, self.full.buffer
+        owned, sent = self.full.part(optim), self.full.part(self.placement.params)
+        size, staged, place = owned.stop - owned.start, None, None
         aliased = host is None and not self.full.sharded and self.compute_dtype == self.master_dtype
-        staged = None
         if host is not None:
             values = host.zeros(size, dtype=self.master_dtype)
             if self.compute_dtype != self.master_dtype:
                 staged = host.zeros(size, dtype=self.compute_dtype)
+        elif optim.is_sharded_across:
+            staged = torch.zeros(sent.stop - sent.start, dtype=self.compute_dtype, device=self.device)
+            # As `data`: what a gather writes into the slice does not count as a write into a part of it.
+            place = staged[owned.start - sent.start : owned.stop - sent.start].data
+            is_part = self.compute_dtype == self.master_dtype
+            values = place if is_part else torch.zeros(size, dtype=self.master_dtype, device=self.device)
         elif not aliased:
             values = torch.zeros(size, dtype=self.master_dtype, device=self.device)
         else:
-            # As `data`: what a gather writes into the full buffer does not count as a write into the slice.
-            values = self.full.slice_of(full).data if optim_sharded else full
-        master = Master(values, staged=staged, aliased=aliased, is_separate=values is not full, host=host)
-        if optim_sharded:
-            parts = self.layout.owned(self.groups.gather.index)
+            # As `data`, for the same reason.
+            values = full[owned].data if optim.is_sharded else full
+        master = Master(values, staged=staged, place=place, aliased=aliased, is_separate=values is not full, host=host)
+        if optim.is_sharded:
+            parts = self.layout.within(owned)
         else:
             parts = [(index, offset, offset + size) for index, (offset, size) in enumerate(self.layout.sizes())]
-        master.own(self.params, parts, in_shape=not optim_sharded)
+        master.own(self.params, parts, in_shape=not optim.is_sharded)
         return master
 
     def lay_out(self) -> None:
@@ -105,7 +113,7 @@ class FlatParams:
             return
         self.full.lay_out()
         if self.full.fp8 is not None:
-            parts = [(part.index, part.start, part.stop) for part in self.master.owned]
+            parts = self.layout.within(self.full.part(self.placement.params))
             self.full.fp8.own(parts, own_full=self.full.own, staged=self.master.staged)
         self.full.free()
 
@@ -127,16 +135,18 @@ class FlatParams:
     @torch.no_grad()
     def fill(self, index: int, value: Tensor) -> None:
         """Take the values of one parameter, given whole, into the master (and what is whole of the full buffer)."""
+        self.master.wait()
         self.master.writes.before_own()
         flat = value.detach().reshape(-1)
         offset, size = self.layout.offsets[index], prod(self.layout.shapes[index])
-        if self.placement.optim is SHARDED:
-            first = self.full.first
-            start, stop = max(offset, first), min(offset + size, first + self.layout.slice_elements)
+        held = [(self.master.values, self.placement.optim)]
+        if self.placement.optim.is_sharded_across:
+            held.append((self.master.staged, self.placement.params))
+        for values, where in held:
+            part = self.full.part(where)
+            start, stop = max(offset, part.start), min(offset + size, part.stop)
             if start < stop:
-                self.master.values[start - first : stop - first].copy_(flat[start - offset : stop - offset])
-        else:
-            self.master.values[offset : offset + size].copy_(flat)
+                values[start - part.start : stop - part.start].copy_(flat[start - offset : stop - offset])
         if not self.full.sharded:
             self.full.buffer[offset : offset + size].copy_(flat)
         self.master.writes.after_own()
@@ -146,9 +156,7 @@ class FlatParams:
         """Values that were written into the module's parameters into the master, which keeps its digits elsewhere."""
         self.full.wait()
         self.master.writes.before_own()
-        full, values = self.full.buffer, self.master.values
-        if self.placement.optim is SHARDED:
-            full = self.full.slice_of(full)
+        full, values = self.full.buffer[self.full.part(self.placement.optim)], self.master.values
         master = values.to(self.device)
         values.copy_(torch.where(full != master.to(full.dtype), full.to(master.dtype), master))
         self.master.stage()
@@ -172,13 +180,13 @@ class FlatParams:
     @property
     def holds_all(self) -> bool:
         """Return whether this rank has all of the master, here or in the full buffer."""
-        return self.placement.optim is not SHARDED or self.master.aliased or self.layout.num_slices == 1
+        return not self.placement.optim.is_sharded or self.master.aliased or self.layout.num_slices == 1
 
     @torch.no_grad()
     def full_master(self, *, dtype: torch.dtype | None = None) -> Tensor:
         """All of the master; cast first, so that no more is sent than is asked for. Collective unless `holds_all`."""
         wanted = dtype or self.master_dtype
-        if self.placement.optim is not SHARDED:
+        if not self.placement.optim.is_sharded:
             return self.master.values.to(wanted, copy=True)
         if self.master.aliased:
             self.full.wait()
@@ -188,15 +196,25 @@ class FlatParams:
     @torch.no_grad()
     def whole_of(self, mine: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
         """All of what `mine` is this rank's part of, as the master is; itself, where that is all. Else collective."""
-        if self.placement.optim is not SHARDED:
+        if not self.placement.optim.is_sharded:
             return mine
         if self.layout.num_slices == 1:
             return mine.to(self.device, dtype or mine.dtype, copy=True)
         whole = torch.zeros(self.layout.num_elements, dtype=dtype or mine.dtype, device=self.device)
-        self.full.slice_of(whole).copy_(mine)
-        self.groups.gather.log.name = FOR_STATE
-        self.collectives.all_gather(whole, group=self.groups.gather).wait()
+        whole[self.full.part(self.placement.optim)] = mine.to(self.device)
+        self.gather_parts(whole)
         return whole
+
+    def gather_parts(self, whole: Tensor) -> None:
+        """Gather a buffer of which each rank holds its part, as of the master. Collective."""
+        groups = [self.groups.gather]
+        if self.placement.optim.is_sharded_across:
+            groups.insert(0, self.groups.replicate)
+        for group in groups:
+            sent = whole if group is self.groups.gather else own_slice(whole, group=self.groups.gather)
+            if group.size > 1:
+                group.log.name = FOR_STATE
+                self.collectives.all_gather(sent, group=group).wait()
 
     def discard(self) -> None:
         """Give the memory back: the parameters lie in other buffers now."""

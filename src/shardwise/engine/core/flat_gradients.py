@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shardwise.engine.core.full_buffer import FullBuffer, cut_pieces
 from shardwise.engine.core.master import Master, Owned
 from shardwise.engine.core.parameters import set_grad, take_off, unguarded
-from shardwise.plan.placement import SHARDED, Placement
+from shardwise.plan.placement import Placement
 from shardwise.vocabulary.layout import BufferCut, cut_out
 
 
@@ -30,11 +30,18 @@ class Gradients:
 
     def __init__(self, params: list[nn.Parameter], *, full: FullBuffer, master: Master, placement: Placement) -> None:
         self._params, self._full, self._master = params, full, master
-        self.shows = placement.grads is not SHARDED
+        self.shows = not placement.grads.is_sharded
+        # The elements of a flat that this rank owns, and their place in an average; None: all of that.
+        self._stepped, averaged = full.part(placement.optim), full.part(placement.grads)
+        self._own: slice | None = None
+        if averaged != self._stepped:
+            self._own = slice(self._stepped.start - averaged.start, self._stepped.stop - averaged.start)
         # The parts of this rank's slice; None: it owns everything.
         self._owned_cut: BufferCut | None = None
-        if placement.optim is SHARDED:
-            self._owned_cut = cut_out([(p.start, p.stop) for p in master.owned], end=full.layout.slice_elements)
+        if placement.optim.is_sharded:
+            self._owned_cut = cut_out(
+                [(p.start, p.stop) for p in master.owned], end=self._stepped.stop - self._stepped.start
+            )
         self.hidden: list[Tensor | None] = [None] * len(params)
         self.awaits = False
         # Autograd's gradients, until the last piece has copied its part of them.
@@ -205,8 +212,8 @@ class Gradients:
         self._averages = [*others, weakref.ref(base)]
 
     def _owned_grads(self, average: Tensor, cut: BufferCut) -> Sequence[Tensor]:
-        """Return the owned parts' views of a slice, which is cut out of the whole buffer first if necessary."""
-        mine = self._full.slice_of(average) if self.shows else average
+        """Return the owned parts' views of what this rank steps, which is cut out of the average first."""
+        mine = average if self._own is None else average[self._own]
         host = self._master.host
         if host is not None and not host.keeps_grads:
             mine = host.fetch(mine)
@@ -238,8 +245,7 @@ class Gradients:
 
     def _follow_shown(self, part: Owned, grad: Tensor | None) -> None:
         if grad is not None:
-            first = 0 if self._owned_cut is None else self._full.first
-            start = first + part.start - self._full.layout.offsets[part.index]
+            start = self._stepped.start + part.start - self._full.layout.offsets[part.index]
             mine = grad.to(self._master.unsettled.dtype).reshape(-1)[start : start + part.stop - part.start]
             set_grad(part.parameter, mine.view_as(part.parameter))
         else:

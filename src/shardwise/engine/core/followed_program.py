@@ -80,6 +80,14 @@ class FollowedProgram:
         if unit.at_rest:
             unit.wake()
 
+    def gather_again(self) -> None:
+        """Begin a backward of forwards that one has gone back through: gather what that one found gathered."""
+        self.cursor.rewind()
+        found = self.cursor.program.gathered_after_forward()
+        for unit in self.units.values():
+            if unit.sharded and unit.name in found:
+                self.cursor.run(agreed(unit.name, self.context))
+
     # The order of the units
 
     def begin_forward(self) -> None:

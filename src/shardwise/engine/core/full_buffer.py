@@ -11,11 +11,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from shardwise.comm.collectives import Work, own_slice
-from shardwise.comm.groups import Group
+from shardwise.comm.collectives import Work
+from shardwise.comm.groups import MeshGroups
 from shardwise.engine.core.host_states import HostMemory
 from shardwise.engine.core.master import Master
 from shardwise.engine.fp8.fp8_bytes import Fp8Bytes
+from shardwise.plan.placement import SHARDED, Where
 from shardwise.vocabulary.layout import BufferCut, Layout
 
 _AT_ONCE: AbstractContextManager[None] = nullcontext()
@@ -25,7 +26,7 @@ class FullBuffer:
     """The parameters of one unit and one dtype, end to end.
 
     views       the parameters' places
-    own         this rank's slice
+    own         this rank's slice, which it sends in a gather
     whole       it has memory; with the values of all ranks, once `gathering` is waited for
     followed    a module holds on to the memory of a parameter by another name (guards/carried.py)
     """
@@ -37,12 +38,12 @@ class FullBuffer:
         dtype: torch.dtype,
         sharded: bool,
         device: torch.device,
-        group: Group,
+        groups: MeshGroups,
         fp8: Fp8Bytes | None = None,
     ) -> None:
         self.sharded = sharded
         self.fp8 = fp8
-        self.layout, self._group = layout, group
+        self.layout, self._groups = layout, groups
         self._cut = layout.cut()
         # Empty until it is laid out.
         self.buffer = torch.empty(0, dtype=torch.uint8 if fp8 else dtype, device=device)
@@ -60,7 +61,7 @@ class FullBuffer:
         self.num_bytes = self._storage.nbytes()
         # Made while there is storage behind them: a view of freed storage can be kept, but not made.
         self.views = self.views_of(self.buffer) if self.fp8 is None else self.fp8.lay_out(self.buffer)
-        self.own = self.slice_of(self.buffer)
+        self.own = self.buffer[self.part(SHARDED)]
         self.whole = True
 
     def views_of(self, buffer: Tensor) -> list[Tensor]:
@@ -70,14 +71,20 @@ class FullBuffer:
             view if len(shape) == 1 else view.view(shape) for view, shape in zip(views, self.layout.shapes, strict=True)
         ]
 
-    @property
-    def first(self) -> int:
-        """Where this rank's slice begins."""
-        return self._group.index * self.layout.slice_elements
+    def part(self, where: Where) -> slice:
+        """Return the elements of a buffer of this layout that this rank holds of what is sharded so.
 
-    def slice_of(self, buffer: Tensor) -> Tensor:
-        """Return this rank's slice of a buffer of this layout."""
-        return own_slice(buffer, group=self._group)
+        Ranks of the replicate axis hold the parts of one slice end to end.
+        """
+        size, first = self.layout.num_elements, 0
+        for is_cut, group in (
+            (where.is_sharded, self._groups.gather),
+            (where.is_sharded_across, self._groups.replicate),
+        ):
+            if is_cut:
+                size //= group.size
+                first += group.index * size
+        return slice(first, first + size)
 
     def allocate_in(self, slot: AbstractContextManager[None] | None) -> None:
         """Allocate it in this context from now on."""

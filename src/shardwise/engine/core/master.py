@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm.collectives import Work
 from shardwise.engine.core.host_states import HostMemory
 from shardwise.engine.core.master_writes import MasterWrites
 from shardwise.engine.core.parameters import parameter_like
@@ -32,21 +33,32 @@ class Master:
 
     aliased       an update of it is an update of the full buffer
     is_separate   it is other memory than the full buffer, as a whole
-    staged        what gathers read: a copy of it in another dtype, or itself
+    staged        what gathers read: a copy of it in another dtype, or itself; where ranks of the replicate axis own
+                  parts of one slice, all of that slice, in which `place` is this rank's part
     owned         the parts that the optimizer steps: 1-D views of the slice, or whole parameters
     writes        what somebody else wrote into it, or into copies of it
+    gathering     the gather of that slice, once each rank has written its part
     update        the update that is writing it in host memory, if any; `in_use`: what that reads meanwhile
     """
 
     def __init__(
-        self, values: Tensor, *, staged: Tensor | None, aliased: bool, is_separate: bool, host: HostMemory | None
+        self,
+        values: Tensor,
+        *,
+        staged: Tensor | None,
+        place: Tensor | None = None,
+        aliased: bool,
+        is_separate: bool,
+        host: HostMemory | None,
     ) -> None:
         self._values = values
         self.staged = values if staged is None else staged
+        self._place = self.staged if place is None else place
         self.aliased, self.is_separate = aliased, is_separate
         self.host = host
         self.owned: list[Owned] = []
         self.writes = MasterWrites(values)
+        self.gathering: Work | None = None
         self.update: Any = None
         self.in_use: Sequence[Tensor] | None = None
 
@@ -87,7 +99,7 @@ class Master:
     @property
     def is_staged(self) -> bool:
         """Whether gathers read a copy of it in another dtype."""
-        return self.staged is not self._values
+        return self._place is not self._values
 
     @property
     def has_grads(self) -> bool:
@@ -97,7 +109,17 @@ class Master:
         """Copy the changed master to where gathers read it, if that is other memory; an update under way does it."""
         if self.is_staged and self.update is None:
             with torch.no_grad():
-                self.staged.copy_(self._values)
+                self._place.copy_(self._values)
+
+    def begin(self, gathering: Work) -> None:
+        """Wait for this gather of the slice, which was issued, before that is read or written."""
+        self.gathering = gathering
+
+    def wait(self) -> None:
+        """Wait for the slice."""
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = None
 
     # Updates that pass through the device (optimizer/streamed_update.py)
 
@@ -124,6 +146,7 @@ class Master:
     def discard(self) -> None:
         """Give the memory back: the parameters lie in other buffers now."""
         self.settle()
-        self._values = self.staged = self._values.new_empty(0)
+        self.wait()
+        self._values = self.staged = self._place = self._values.new_empty(0)
         self.writes = MasterWrites(self._values)
         self.owned = []

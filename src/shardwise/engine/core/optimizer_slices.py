@@ -16,7 +16,6 @@ from shardwise.engine.core.closure import StepClosure
 from shardwise.engine.core.core import Core
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.step_errors import frozen_has_gradient
-from shardwise.plan.placement import SHARDED
 from shardwise.torch_internals.torch_private import disable_dynamo
 
 
@@ -97,7 +96,7 @@ class OptimizerSlices:
 
     def _refuse_frozen(self, optimizer: Optimizer) -> None:
         """Refuse to step what is frozen where its slices would not be gathered; on all ranks, whatever each owns."""
-        units = (unit for unit in self.core.units.values() if not unit.sharded and unit.placement.optim is SHARDED)
+        units = (unit for unit in self.core.units.values() if unit.updates_parts)
         frozen = [
             flat for unit in units for flat in unit.flats if flat.spec.has_gradients and flat not in unit.trained_flats
         ]

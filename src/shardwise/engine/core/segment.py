@@ -44,13 +44,14 @@ class Segment:
         self.flats: list[FlatParams] = []
         self.num_elements = self.num_bytes = 0
         self.add(flat)
-        # Of all gradients, this rank's slice of it, and their places in it, flat by flat; once these are summed over
-        # the shard axis, of the slice that goes over `replicate`.
+        # Of all gradients, this rank's slice of it, and their places in it, flat by flat; and a copy of the slice, once
+        # that is summed over the shard axis, which goes over `replicate`.
         self.buffer: Tensor | None = None
+        self.slice: Tensor | None = None
         self.own: Tensor | None = None
         self._views: list[list[Tensor]] = []
-        # Whether earlier passes have left gradients in the buffer.
-        self.holds = False
+        # Whether earlier passes have left gradients in the buffer, or in the slice.
+        self.holds = self.holds_slice = False
         self.work: Work | None = None
         self._kept: _Kept | None = None
 
@@ -148,20 +149,37 @@ class Segment:
         return [view for view, _ in present], [grad for _, grad in present]
 
     def keep(self) -> None:
-        """Leave the gradients in the buffer for a later pass."""
-        self.holds = True
+        """Leave the gradients in the buffer for a later pass, or in the slice where they are summed already."""
+        self.holds = self.buffer is not None
+        self.holds_slice = self.slice is not None
 
     def forget(self, names: AbstractSet[str]) -> None:
         """Clear what is held for the parameters of these names; with all of them, the buffer goes."""
+        is_all = all(name in names for flat in self.flats for name in flat.names)
+        if self.slice is not None:
+            self._forget_slice(self.slice, names)
+            if is_all:
+                self._drop_slice()
         if not self.holds:
             return
         for flat in self.flats:
             for index, _, view in self.places(flat):
                 if flat.names[index] in names:
                     view.zero_()
-        if all(name in names for flat in self.flats for name in flat.names):
+        if is_all:
             self.holds = False
             self.release()
+
+    def _forget_slice(self, held: Tensor, names: AbstractSet[str]) -> None:
+        (flat,) = self.flats
+        mask = torch.zeros(self.num_elements, dtype=torch.bool, device=held.device)
+        if self.piece is None:
+            indices, places = list(range(len(flat.names))), flat.full.views_of(mask)
+        else:
+            indices, places = [index for index, _, _ in self.piece.parts], cut_pieces(mask, self.piece.cut)
+        for index, place in zip(indices, places, strict=True):
+            place.fill_(flat.names[index] in names)
+        held.masked_fill_(own_slice(mask, group=self.group), 0)
 
     def add_held(self, held: dict[int, Tensor]) -> None:
         """Add what is held for each parameter, by id; of a piece, to a tensor that all pieces fill."""
@@ -198,13 +216,25 @@ class Segment:
         self.work = None
         self.holds = False
 
-    def take_slice(self) -> Tensor:
-        """Return a copy of this rank's slice, which is summed once more, and release the buffer meanwhile."""
+    def take_slice(self) -> None:
+        """Copy this rank's slice, which is summed once more, and release the buffer meanwhile.
+
+        It is added to that of earlier passes.
+        """
         assert self.own is not None
-        mine = self.own.clone()
+        self.slice = self.own.clone() if self.slice is None else self.slice.add_(self.own)
         self.release()
-        self.buffer = mine
-        return mine
+
+    def finish_slice(self) -> Tensor:
+        """Wait for the reduction of the slice, and return it."""
+        sums = self.slice
+        assert sums is not None
+        self.finish()
+        self._drop_slice()
+        return sums
+
+    def _drop_slice(self) -> None:
+        self.slice, self.holds_slice = None, False
 
     def release(self) -> None:
         """Release the buffer; its memory stays for the next step unless it is freed."""
@@ -219,9 +249,12 @@ class Segment:
         """Release the buffer once nothing writes it, unless it holds gradients of earlier passes, and what other pieces
         have yet to take.
         """
+        is_crossing = self.work is not None and self.buffer is None
         if self.work is not None:
             self.work.wait()
             self.work = None
+        if is_crossing or not self.holds_slice:
+            self._drop_slice()
         if not self.holds:
             self.release()
         if self.piece is not None:
@@ -232,6 +265,7 @@ class Segment:
         self.buffer = self.own = self._kept = None
         self._views = []
         self.holds = False
+        self._drop_slice()
 
     @property
     def kept(self) -> Tensor | None:

@@ -18,7 +18,7 @@ from shardwise.engine.core.step_errors import (
     thawed_without_master,
 )
 from shardwise.engine.core.step_events import announce
-from shardwise.plan.placement import SHARDED, Placement
+from shardwise.plan.placement import Placement
 from shardwise.program import Kind
 from shardwise.program.hooks import UnitGrads
 
@@ -39,7 +39,8 @@ class Unit:
         self.module = module
         self.placement = placement
         self._setting = setting
-        self._gathers = CollectiveName(f"{Kind.GATHER.value} {name}")
+        gathers = (Kind.GATHER, Kind.GATHER_SLICE)
+        self._gathers = {kind: CollectiveName(f"{kind.value} {name}") for kind in gathers}
         self.hold(flats)
         self.whole = True
         self.arrived = True
@@ -62,10 +63,16 @@ class Unit:
         """Hold these buffers from now on; `settle` comes next, once they are filled."""
         self.flats = flats
         # Whether there is anything to gather and free.
-        self.sharded = self.placement.params is SHARDED and bool(flats)
+        self.sharded = self.placement.params.is_sharded and bool(flats)
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def updates_parts(self) -> bool:
+        """Whether ranks update parts of what each of them holds, so that the others' are gathered after the update."""
+        optim = self.placement.optim
+        return optim.is_sharded_across or (optim.is_sharded and not self.sharded)
 
     @property
     def from_root(self) -> bool:
@@ -113,18 +120,43 @@ class Unit:
     def _gather(self, flats: list[FlatParams], *, is_local: bool) -> None:
         # All of it or nothing: memory may run out, and then it is unknown what was issued.
         for flat in flats:
+            if flat.master.gathering is not None:
+                self.wait_gather_slice()
             flat.full.make_room()
         for flat in flats:
             full, group = flat.full, flat.groups.gather
             with full.loading(flat.master):
                 full.load(flat.master)
                 if not is_local:
-                    group.log.name = self._gathers
+                    group.log.name = self._gathers[Kind.GATHER]
                     full.begin(flat.collectives.all_gather(full.buffer, group=group, own=full.own))
         self.whole = True
         # From host memory, even a rank alone waits for its slices.
         self.arrived = is_local and all(flat.master.host is None for flat in self.flats)
         self._setting.tape.record(Kind.GATHER, self.name, partial(_full_bytes, flats))
+
+    def gather_slice(self, *, updated: bool) -> None:
+        """Gather this rank's slices, of which each rank of the replicate axis has written a part, in a step if
+        `updated`.
+        """
+        self.wait_gather_slice()
+        flats = self.trained_flats if updated else self.flats
+        for flat in flats:
+            group = flat.groups.replicate
+            group.log.name = self._gathers[Kind.GATHER_SLICE]
+            flat.master.begin(flat.collectives.all_gather(flat.master.staged, group=group))
+        self._setting.tape.record(
+            Kind.GATHER_SLICE, self.name, lambda: sum(flat.master.staged.nbytes for flat in flats)
+        )
+
+    def wait_gather_slice(self) -> None:
+        """Wait for this rank's slices, before they are gathered or written."""
+        gathering = [flat.master for flat in self.flats if flat.master.gathering is not None]
+        if not gathering:
+            return
+        for master in gathering:
+            master.wait()
+        self._setting.tape.record(Kind.WAIT_GATHER_SLICE, self.name)
 
     def wait_gather(self) -> None:
         if self.arrived or not self.whole:
@@ -174,11 +206,11 @@ class Unit:
         stepped = [*self.trained_flats, *written]
         for flat in stepped:
             flat.master.stage()
-        if self.placement.optim is not SHARDED:
+        if not self.placement.optim.is_sharded:
             return stepped
         if self.sharded:
             self.free()
-        elif written:
+        if written and self.updates_parts:
             raise frozen_was_written(written[0].names[0])
         return []
 

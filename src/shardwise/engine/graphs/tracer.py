@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardwise.engine.graphs.trace_gaps import NotTraced, noticing_gaps
 from shardwise.engine.graphs.traced_graph import Outputs, TracedGraph
 from shardwise.torch_internals import torch_private
 
@@ -29,6 +30,8 @@ _SETTINGS = {
     "skip_nnmodule_hook_guards": False,
     # Such as a product and a sum in the place of `add_(…, alpha=…)`, which differ by rounding.
     "enable_dynamo_decompositions": False,
+    # torch's functions in the place of numpy's, which differ by rounding too.
+    "trace_numpy": False,
     # A counter on a module is an input of the graph rather than a trace of its own for each number.
     "allow_unspec_int_on_nn_module": True,
     # torch 2.11 does not check a dict of a module again under Python 3.12; later versions leave this out themselves.
@@ -148,7 +151,7 @@ class _Convert:
         breaks = torch_private.dynamo_counters["graph_break"]
         before = len(breaks)
         try:
-            with torch_private.dynamo_settings(**_SETTINGS), warnings.catch_warnings():
+            with torch_private.dynamo_settings(**_SETTINGS), noticing_gaps(), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", module=r"torch\._dynamo")
                 return self._convert(*frame, **options)
         except Exception as error:
@@ -164,4 +167,5 @@ class _Convert:
 def _in_one_line(error: BaseException) -> str:
     cause = error.__cause__ if isinstance(error.__cause__, _Declined) else error
     # torch says in the second line what the first one is about.
-    return " ".join(str(cause).split("\n")[:2]).strip() or type(cause).__name__
+    said = " ".join(str(cause).split("\n")[:2]).strip() or type(cause).__name__
+    return said.removeprefix(f"{NotTraced.__name__}: ")

@@ -4,6 +4,7 @@ Without it ranks with different plans, models or optimizers would wait for each 
 digits of float64 and packed weights, with no error. Since 7a86ec3b (torch's engines beside ours).
 """
 
+import platform
 import warnings
 from functools import cache
 
@@ -12,12 +13,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from shardwise.comm.agreement import exchange
 from shardwise.comm.allocator_settings import allocator_settings
 from shardwise.engine.guards.carried import describe_carried, is_packed
 from shardwise.errors import InvalidModel
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import SHARDED
 from shardwise.spec import ModelSpec
 from shardwise.spec.largest_unit import why_hardly_cut
 from shardwise.torch_internals.torch_private import BatchNorm
@@ -104,13 +105,31 @@ def warn_hardly_cut(spec: ModelSpec, *, plan: Plan, mesh: Mesh) -> None:
     if not line or dist.get_rank() != 0 or mesh.shard == 1:
         return
     largest = max(spec.units, key=lambda unit: unit.num_params)
-    if plan.placement(largest.name).params is SHARDED:
+    if plan.placement(largest.name).params.is_sharded:
         warnings.warn(line, stacklevel=4)
+
+
+def warn_crossing(plan: Plan, *, mesh: Mesh) -> None:
+    """Warn, on rank 0, if gathers that are to stay inside a node cross nodes. Collective where states cross nodes."""
+    if not plan.is_sharded_across:
+        return
+    hosts = exchange(platform.node())
+    for first in range(0, mesh.num_ranks, mesh.shard):
+        ranks = mesh.shard_group(first)
+        found = list(dict.fromkeys(hosts[rank] for rank in ranks))
+        if len(found) > 1 and dist.get_rank() == 0:
+            warnings.warn(
+                f"mesh {mesh} with across = {plan.across!r}: ranks {ranks[0]} to {ranks[-1]} gather parameters "
+                f"together and are on {len(found)} nodes ({', '.join(found[:4])}), so that every gather crosses nodes; "
+                "give a mesh of nodes × ranks per node, and number ranks node by node",
+                stacklevel=4,
+            )
+            return
 
 
 def advise_on_segments(plan: Plan, *, spec: ModelSpec, mesh: Mesh, device: torch.device) -> None:
     """Advise, on rank 0, to let the allocator's segments expand where GPUs shard without CUDA graphs."""
-    is_sharded = mesh.shard > 1 and any(plan.placement(unit.name).optim is SHARDED for unit in spec.units)
+    is_sharded = mesh.shard > 1 and any(plan.placement(unit.name).optim.is_sharded for unit in spec.units)
     settings = allocator_settings() if device.type == "cuda" and not plan.captures else {}
     if is_sharded and settings and dist.get_rank() == 0:
         _tell_once(" ".join(f"{name}={value}" for name, value in settings.items()))

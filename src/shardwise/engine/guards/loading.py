@@ -18,13 +18,12 @@ from torch import Tensor, nn
 from shardwise.engine.core.core import Core
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.guards.guard import ShardedParameter
-from shardwise.plan.placement import SHARDED
 
 
 def attach_loads(core: Core) -> list[Any]:
     """Register hooks on the modules with such parameters. Returns their handles."""
-    sharded = {id(p) for flat in core.flats if flat.placement.params is SHARDED for p in flat.params}
-    copied = [flat for flat in core.flats if flat.placement.params is not SHARDED and not flat.master.aliased]
+    sharded = {id(p) for flat in core.flats if flat.placement.params.is_sharded for p in flat.params}
+    copied = [flat for flat in core.flats if not flat.placement.params.is_sharded and not flat.master.aliased]
     places = {id(parameter): (flat, index) for flat in copied for index, parameter in enumerate(flat.params)}
     modules = list(core.model.modules())
     hooks = [

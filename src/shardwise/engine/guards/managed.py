@@ -23,7 +23,6 @@ from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.parameters import unguarded
 from shardwise.engine.guards.written import Writes
 from shardwise.errors import InvalidModel
-from shardwise.plan.placement import SHARDED
 from shardwise.vocabulary.while_alive import WhileAlive, hooked
 
 # Parameters whose address is checked in one forward, all of them in turn; before an update or a state, all are.
@@ -37,7 +36,7 @@ class ManagedParameters:
         self._model = model
         self._ids = {id(parameter) for flat in flats for parameter in flat.params}
         # Addresses of replicated parameters. Sharded ones are guarded at rest, so their data cannot be replaced.
-        replicated = [flat for flat in flats if flat.placement.params is not SHARDED]
+        replicated = [flat for flat in flats if not flat.placement.params.is_sharded]
         self._params = [parameter for flat in replicated for parameter in flat.params]
         self._places = [(flat, index) for flat in replicated for index in range(len(flat.params))]
         self._pointers = [view.data_ptr() for flat in replicated for view in flat.full.views]

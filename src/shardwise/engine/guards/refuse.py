@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from shardwise.comm.dtensor import dtensor_types
 from shardwise.engine.guards.description import check_precision
+from shardwise.engine.protocol import find_engine
 from shardwise.errors import InvalidModel
 from shardwise.plan import Plan
 from shardwise.torch_internals.torch_private import is_traceable_wrapper_subclass
@@ -92,7 +93,8 @@ def check_tensor(name: str, tensor: torch.Tensor, *, can_be_taken_apart: bool = 
 
 
 def _is_prepared(module: nn.Module) -> bool:
-    return "_shardwise_engine" in vars(module)
+    engine = find_engine(module)
+    return engine is not None and engine.plan_of(module).engine == "shardwise"
 
 
 def _wrappers() -> tuple[type[Any], ...]:

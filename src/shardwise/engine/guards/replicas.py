@@ -6,7 +6,8 @@ summed as integers, on its device, and the sums are exchanged; only if they diff
 
     params replicated     the full buffer, on all ranks
     optim replicated      the master, on all ranks, where it is not the full buffer itself
-    optim sharded         the master's slice, on the ranks of the mesh's `replicate` axis that hold the same one
+    optim sharded         the master's slice, on the ranks of the mesh's `replicate` axis that hold the same one; where
+                          these step parts of it, the slice that they have gathered
 
 Without it the ranks train models that differ, and only the loss may show it. Since f06b42dc (the first comparisons of
 ranks).
@@ -23,7 +24,6 @@ from shardwise.comm.agreement import RanksDisagree, exchange
 from shardwise.comm.groups import MeshGroups
 from shardwise.engine.core.flat import FlatParams
 from shardwise.errors import InvalidPlan
-from shardwise.plan.placement import SHARDED
 
 COMPARE_EVERY = 1000
 
@@ -43,14 +43,21 @@ class _Replica:
 
     @property
     def buffer(self) -> Tensor:
-        return self.flat.master.values if self.is_master else self.flat.full.buffer
+        master = self.flat.master
+        if self.is_master and self.flat.placement.optim.is_sharded_across:
+            return master.staged
+        return master.values if self.is_master else self.flat.full.buffer
 
     def parts(self) -> list[tuple[str, Tensor]]:
         """Return the parameters in the buffer, by name."""
         flat = self.flat
         if not self.is_master:
             return list(zip(flat.names, flat.full.views, strict=True))
-        return [(flat.names[part.index], flat.master.values[part.start : part.stop]) for part in flat.master.owned]
+        if flat.placement.optim.is_sharded_across:
+            parts = flat.layout.within(flat.full.part(flat.placement.params))
+        else:
+            parts = [(part.index, part.start, part.stop) for part in flat.master.owned]
+        return [(flat.names[index], self.buffer[start:stop]) for index, start, stop in parts]
 
 
 class Replicas:
@@ -61,11 +68,11 @@ class Replicas:
         self._num_steps = 0
         self.every = every
         self._replicas = [
-            _Replica(flat=flat, is_master=is_master, sharded=is_master and flat.placement.optim is SHARDED)
+            _Replica(flat=flat, is_master=is_master, sharded=is_master and flat.placement.optim.is_sharded)
             for flat in flats
             for is_master, compared in (
-                (False, flat.placement.params is not SHARDED),
-                (True, not flat.master.aliased and (flat.placement.optim is not SHARDED or groups.replicate.size > 1)),
+                (False, not flat.placement.params.is_sharded),
+                (True, not flat.master.aliased and not _is_alone(flat, groups=groups)),
             )
             if compared
         ]
@@ -112,6 +119,11 @@ class Replicas:
                 alike = [[rank for rank in ranks if sums[rank] == held] for held in counts]
                 return sorted(alike, key=lambda group: (len(group), group))
         return []
+
+
+def _is_alone(flat: FlatParams, *, groups: MeshGroups) -> bool:
+    """Return whether no other rank holds the same slice."""
+    return flat.placement.optim.is_sharded and groups.replicate.size == 1
 
 
 def bit_sums(buffers: Sequence[Tensor]) -> list[int]:

@@ -19,12 +19,15 @@ from shardwise.torch_internals.torch_private import is_traceable_wrapper_subclas
 Rebuild = Callable[[Iterator[Tensor]], Tensor]
 
 
-def take_apart(model: nn.Module) -> None:
-    """Make each tensor subclass among the model's parameters a parametrization of plain ones."""
+def take_apart(model: nn.Module) -> bool:
+    """Make each tensor subclass among the model's parameters a parametrization of plain ones; return if any was."""
+    found = False
     for module in list(model.modules()):
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and is_traceable_wrapper_subclass(parameter):
                 parametrize.register_parametrization(module, name, _PutTogether())
+                found = True
+    return found
 
 
 class _PutTogether(nn.Module):

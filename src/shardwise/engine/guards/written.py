@@ -26,7 +26,6 @@ from shardwise.engine.core.flat import FlatParams, refresh
 from shardwise.engine.core.parameters import unguarded
 from shardwise.engine.guards.guard import GuardClasses, wake
 from shardwise.errors import InvalidModel
-from shardwise.plan.placement import SHARDED
 from shardwise.torch_internals import torch_private
 
 # torch's own property, which `Slice.data` hides.
@@ -62,14 +61,14 @@ class Writes:
     """Finds writes to a model's parameters and slices, and updates the other copies."""
 
     def __init__(self, flats: Sequence[FlatParams]) -> None:
-        replicated = [flat for flat in flats if flat.placement.params is not SHARDED]
+        replicated = [flat for flat in flats if not flat.placement.params.is_sharded]
         # Buffers whose module's parameters are copies of the master.
         self._copied = [flat for flat in replicated if not flat.master.aliased]
         self._params = [parameter for flat in self._copied for parameter in flat.params]
         cut = [flat for flat in flats if flat.master.is_separate]
         self._slices = [part.parameter for flat in cut for part in flat.master.owned]
         # Buffers whose slices have copies: in the full buffer, here or on other ranks, or staged.
-        self._sliced = [f for f in cut if f.placement.params is not SHARDED or f.master.is_staged]
+        self._sliced = [flat for flat in cut if not _is_home(flat) or flat.master.is_staged]
         # Buffers whose slices' gradients are views of the gradients that the module's parameters show.
         self._shown = [flat for flat in cut if flat.grads.shows]
         for flat in cut:
@@ -111,9 +110,9 @@ class Writes:
         if not self._take_over(but=slices) and not slices:
             return
         for flat in slices:
-            if flat.placement.params is SHARDED:
+            if _is_home(flat):
                 flat.master.stage()
-            elif flat.placement.optim is not SHARDED:
+            elif not flat.placement.optim.is_sharded:
                 refresh([flat])
             elif not announced:
                 raise InvalidModel(
@@ -144,3 +143,8 @@ class Writes:
                 )
             flat.take_over()
         return True
+
+
+def _is_home(flat: FlatParams) -> bool:
+    """Return whether no other rank has a copy of this rank's slice between two gathers of parameters."""
+    return flat.placement.params.axes == flat.placement.optim.axes

@@ -41,7 +41,6 @@ from shardwise.engine.optimizer.streamed_update import StreamedUpdate, check_str
 from shardwise.engine.optimizer.unsharded_state import named_states, own_states, unsharded_states
 from shardwise.errors import InvalidPlan
 from shardwise.plan.patterns import short_patterns
-from shardwise.plan.placement import SHARDED
 
 
 class OwnedParameters(OptimizerSlices):
@@ -80,7 +79,7 @@ class OwnedParameters(OptimizerSlices):
 
     def cover(self, flat: FlatParams, index: int, parameter: nn.Parameter) -> None:
         super().cover(flat, index, parameter)
-        self._stepped[id(parameter)] = Stepped(sharded=flat.placement.optim is SHARDED, dtype=flat.master_dtype)
+        self._stepped[id(parameter)] = Stepped(sharded=flat.placement.optim.is_sharded, dtype=flat.master_dtype)
 
     def follow(self, names: Mapping[str, str]) -> None:
         """Rename the parameters (old → new name) and forget those that are not in `names`."""
@@ -286,7 +285,7 @@ class OwnedParameters(OptimizerSlices):
         """Return the state dict of a plain optimizer: full tensors, by number. Collective where states are sharded."""
         optimizer = held()
         assert optimizer is not None
-        if any(flat.placement.optim is SHARDED for flat in self.core.flats):
+        if any(flat.placement.optim.is_sharded for flat in self.core.flats):
             meet("optimizer.state_dict", limit_seconds=self.limit_seconds)
         self.streamed.settle()
         states = unsharded_states(optimizer, flats=self.core.flats, matrices=self.matrices.of(optimizer))

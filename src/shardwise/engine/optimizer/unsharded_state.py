@@ -14,12 +14,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwise.comm.agreement import exchange
-from shardwise.comm.collectives import own_slice
 from shardwise.engine.core.flat import FOR_STATE, FlatParams
 from shardwise.engine.core.master import Owned
 from shardwise.engine.optimizer.matrices import OwnedMatrix
 from shardwise.errors import InvalidData
-from shardwise.plan.placement import SHARDED
 
 States = Mapping[Any, Mapping[str, Any]]
 
@@ -108,15 +106,17 @@ def _sent_by_owners(optimizer: Optimizer, *, matrices: Sequence[OwnedMatrix], ke
 def state_kinds(optimizer: Optimizer, *, flats: Sequence[FlatParams]) -> dict[tuple[int, int, str], Any]:
     """Return, by (flat, parameter, key), the layout of a state as large as the parameter, or the value of a number.
 
-    A rank knows only the states of its own slices, so the ranks of a shard group exchange them.
+    A rank knows only the states of its own slices, so the ranks that hold the others exchange them.
     """
     mine: dict[tuple[int, int, str], Any] = {}
     for number, flat in enumerate(flats):
         for part in flat.master.owned:
             for key, value in optimizer.state.get(part.parameter, {}).items():
                 mine[number, part.index, key] = _kind(flat, part, value)
-    is_sharded = any(flat.placement.optim is SHARDED for flat in flats)
-    everyone = exchange(mine, group=flats[0].groups.gather) if is_sharded else [mine]
+    is_sharded = any(flat.placement.optim.is_sharded for flat in flats)
+    crosses = any(flat.placement.optim.is_sharded_across for flat in flats)
+    groups = flats[0].groups
+    everyone = exchange(mine, group=groups.world if crosses else groups.gather) if is_sharded else [mine]
     kinds: dict[tuple[int, int, str], Any] = {}
     for theirs in everyone:
         for place, kind in theirs.items():
@@ -139,7 +139,7 @@ def _kind(flat: FlatParams, part: Owned, value: Any) -> Any:
         return Laid(value.dtype)
     if flat.block > 1 and tuple(value.shape) == (-(-part.parameter.numel() // flat.block),):
         return Laid(value.dtype, flat.block)
-    if value.numel() != 1 and flat.placement.optim is SHARDED:
+    if value.numel() != 1 and flat.placement.optim.is_sharded:
         return _Uncut(tuple(value.shape))
     return value.detach().cpu().clone()
 
@@ -161,12 +161,13 @@ def own_state(flat: FlatParams, optimizer: Optimizer, *, key: str, kind: Laid, i
 
 def _gather_state(flat: FlatParams, optimizer: Optimizer, *, key: str, kind: Laid) -> Tensor:
     """Gather one kind of state of all parameters of a flat buffer, in its layout."""
-    if flat.placement.optim is not SHARDED:
+    if not flat.placement.optim.is_sharded:
         return own_state(flat, optimizer, key=key, kind=kind)
     gathered = torch.zeros(flat.layout.num_elements // kind.block, dtype=kind.dtype, device=flat.device)
-    own_state(flat, optimizer, key=key, kind=kind, into=own_slice(gathered, group=flat.groups.gather))
-    flat.groups.gather.log.name = FOR_STATE
-    flat.collectives.all_gather(gathered, group=flat.groups.gather).wait()
+    part = flat.full.part(flat.placement.optim)
+    own = gathered[part.start // kind.block : part.stop // kind.block]
+    own_state(flat, optimizer, key=key, kind=kind, into=own)
+    flat.gather_parts(gathered)
     return gathered
 
 
@@ -264,7 +265,7 @@ def _keys_of_numbers(states: States, *, flats: Sequence[FlatParams]) -> set[str]
 def _check_shapes(states: States, *, flats: Sequence[FlatParams]) -> None:
     """Refuse states that cannot be cut, on every rank, including those that own no part of them."""
     for flat in flats:
-        if flat.placement.optim is not SHARDED:
+        if not flat.placement.optim.is_sharded:
             continue
         for name, shape in zip(flat.names, flat.layout.shapes, strict=True):
             for key, value in states.get(name, {}).items():
@@ -284,9 +285,9 @@ def _own_part(flat: FlatParams, part: Owned, value: Any, *, is_number: bool) -> 
     by_block = tuple(value.shape) != shape and tuple(value.shape) == (-(-prod(shape) // flat.block),)
     if is_number or (tuple(value.shape) != shape and not by_block):
         return value.clone()
-    if flat.placement.optim is not SHARDED:
+    if not flat.placement.optim.is_sharded:
         return value.to(part.parameter.device, copy=True).view_as(part.parameter)
     block = flat.block if by_block else 1
-    first = flat.full.first - flat.layout.offsets[part.index]
+    first = flat.full.part(flat.placement.optim).start - flat.layout.offsets[part.index]
     start, stop = (first + part.start) // block, -(-(first + part.stop) // block)
     return value.reshape(-1)[start:stop].to(part.parameter.device, copy=True)

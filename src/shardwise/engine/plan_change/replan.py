@@ -21,7 +21,7 @@ from shardwise.engine.core.edited_values import distribute
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.step_events import announce
 from shardwise.engine.core.unit import Unit
-from shardwise.engine.engine import Engine, engine_of
+from shardwise.engine.engine import Engine
 from shardwise.engine.guards.guard import wake
 from shardwise.engine.guards.guards import Guards
 from shardwise.engine.guards.resting_units import guard_units
@@ -34,7 +34,7 @@ from shardwise.engine.plan_change.reshard import StatesAndGrads, move, states_an
 from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import SHARDED, Placement
+from shardwise.plan.placement import Placement
 from shardwise.spec import UnitSpec
 from shardwise.vocabulary.layout import ALIGNMENT
 
@@ -55,9 +55,16 @@ _FIXED = (
 _WHAT = "shardwise.replan"
 
 
-def replan(model: nn.Module, plan: Plan) -> None:
-    """Make the model and its optimizers run `plan`. Collective, between a backward and the next forward."""
-    engine = engine_of(model)
+def replan(engine: Engine, model: nn.Module, plan: Plan) -> None:
+    """Change the plan of a prepared model between two steps, without a checkpoint. Collective.
+
+        shardwise.replan(model, Plan(strategy="fsdp"))      # on every rank; the loop continues as it was
+
+    Strategy, overrides, mesh, recompute, offload, prefetch and the like may change; settings that decide what is
+    computed (precision, units, …) may not. Parameters, gradients, optimizer state and averages (shardwise.EMA) move
+    unit by unit: a rank holds no more than the larger of both plans and one unit. Training continues bit for bit as if
+    it had been saved under the old plan and resumed under the new one.
+    """
     meet(_WHAT, limit_seconds=engine.limit_seconds)
     mesh = plan.mesh or Mesh(shard=dist.get_world_size())
     agree(lambda: _checked(engine, plan=plan, mesh=mesh), what="plans")
@@ -119,14 +126,19 @@ def describe_replan(engine: Engine, *, plan: Plan, mesh: Mesh) -> str:
                 f"{_WHAT} with {name} = {now!r}, but the model was prepared with {then!r}: it changes where "
                 "things live and when they move, not what is computed; save a checkpoint and prepare again"
             )
-    trait = fixed_by(engine, plan=plan)
+    trait = fixed_by(engine, core.model, plan)
     if trait:
         raise InvalidModel(f"{_WHAT} with {trait}: save a checkpoint and prepare the model again")
     placements = check_plan(plan, spec=core.followed.spec, mesh=mesh, device=engine.device)
     if plan.dynamic and core.executor.holds_grads:
         raise InvalidPlan(f"{_WHAT} with dynamic = true in the middle of an accumulation: do it after the step")
+    if core.executor.holds_slices:
+        raise InvalidPlan(
+            f"{_WHAT} in the middle of an accumulation with across = {core.followed.plan.across!r}, of whose gradients "
+            "each rank has a slice: do it after the step, or set accumulate_reduced = true"
+        )
     sharded = {
-        name: placements[unit.name].optim is SHARDED
+        name: placements[unit.name].optim.is_sharded
         for unit in core.units.values()
         for flat in unit.flats
         for name in flat.names
@@ -138,7 +150,7 @@ def describe_replan(engine: Engine, *, plan: Plan, mesh: Mesh) -> str:
     return "\n".join(f"{name} = {value}" for name, value in plan.to_dict().items())
 
 
-def fixed_by(engine: Engine, *, plan: Plan) -> str:
+def fixed_by(engine: Engine, model: nn.Module, plan: Plan) -> str:
     """Return the trait of a model that keeps it under its current plan; "" if `plan` may replace it."""
     traits = {
         "parameters that are OWNED (stepped whole by one rank each)": bool(
@@ -205,20 +217,19 @@ def _swap_buffers(engine: Engine, model: nn.Module, *, setting: CoreSetting, oth
 
 def _smaller_first(before: Core, *, placements: dict[str, Placement], setting: CoreSetting) -> list[UnitSpec]:
     """Sort the units by growth, so that a rank never holds more than the larger of both plans."""
-    slices_before, slices = before.setting.groups.gather.size, setting.groups.gather.size
 
     def growth(unit: UnitSpec) -> float:
-        share = _held_share(placements[unit.name], slices)
-        share -= _held_share(before.units[unit.name].placement, slices_before)
+        share = _held_share(placements[unit.name], setting.groups.mesh)
+        share -= _held_share(before.units[unit.name].placement, before.setting.groups.mesh)
         return share * sum(param.num_bytes for param in unit.params)
 
     return sorted(before.followed.spec.units, key=growth)
 
 
-def _held_share(placement: Placement, num_slices: int) -> float:
+def _held_share(placement: Placement, mesh: Mesh) -> float:
     """Return a rank's bytes of parameters, gradients and two states, in multiples of the parameters' bytes."""
     kinds = (placement.params, placement.grads, placement.optim, placement.optim)
-    return sum(1 / num_slices if kind is SHARDED else 1.0 for kind in kinds)
+    return sum(1 / mesh.num_parts(kind.axes) for kind in kinds)
 
 
 def _refuse(module: nn.Module, inputs: Any) -> None:

@@ -5,7 +5,7 @@ otherwise the ranks gather it, and each keeps its new part. The old buffer is fr
 rank holds at most one buffer twice.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -20,8 +20,7 @@ from shardwise.engine.core.parameters import unguarded
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer.unsharded_state import Laid, own_state, state_kinds
 from shardwise.errors import InvalidModel
-from shardwise.plan.placement import SHARDED
-from shardwise.vocabulary.layout import Layout
+from shardwise.plan.placement import Where
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +71,7 @@ def states_and_grads(engine: Engine) -> StatesAndGrads:
 def move(engine: Engine, number: int, new: FlatParams, *, others: StatesAndGrads) -> None:
     """Move all values of a buffer of the engine into `new`, which has the same parameters. Collective."""
     old = engine.core.flats[number]
-    new.write_master(_moved(old.master.values, old=old, new=new))
+    new.write_master(_moved(old.master.values, old=old, new=new, where=new.placement.optim))
     for optimizer, kinds in others.kinds.items():
         of_flat = {(index, key): kind for (flat, index, key), kind in kinds.items() if flat == number}
         moving = _MovingState(optimizer, kinds=of_flat, counts=others.counts[optimizer], old=old, new=new)
@@ -83,12 +82,13 @@ def move(engine: Engine, number: int, new: FlatParams, *, others: StatesAndGrads
     for ema in engine.averages:
         average = ema.of_flat(old)
         if average is not None:
-            ema.replace_buffer(old, new, _moved(average, old=old, new=new).to(new.master.values.device))
+            moved = _moved(average, old=old, new=new, where=new.placement.optim)
+            ema.replace_buffer(old, new, moved.to(new.master.values.device))
     indices = {index for place, index in others.with_grad if place == number}
     grads = _moved_grads(old=old, new=new) if indices else None
     owned = {part.index: part.parameter for part in new.master.owned}
     engine.owned.replace_slices(
-        {name: owned.get(index) for index, name in enumerate(new.names)}, sharded=new.placement.optim is SHARDED
+        {name: owned.get(index) for index, name in enumerate(new.names)}, sharded=new.placement.optim.is_sharded
     )
     params = list(old.params)
     old.discard()
@@ -98,31 +98,18 @@ def move(engine: Engine, number: int, new: FlatParams, *, others: StatesAndGrads
         new.grads.take_over(grads, indices=indices)
 
 
-def _moved(mine: Tensor, *, old: FlatParams, new: FlatParams, sharded: bool | None = None) -> Tensor:
-    """Return this rank's part of a tensor that is cut like `old`'s master, cut like `new`'s; on the device.
-
-    `sharded` says whether the result is a slice (default: as the master of `new` is).
-    """
-    sharded = new.placement.optim is SHARDED if sharded is None else sharded
-    was_sharded = old.placement.optim is SHARDED
-    same = old.layout == new.layout and old.groups.gather.ranks == new.groups.gather.ranks
-    if same and sharded == was_sharded:
+def _moved(mine: Tensor, *, old: FlatParams, new: FlatParams, where: Where) -> Tensor:
+    """Return this rank's part of a tensor that is cut like `old`'s master, and is to be sharded so; on the device."""
+    was = old.placement.optim
+    if old.layout == new.layout and (old.groups.mesh, was) == (new.groups.mesh, where):
         return mine.to(new.device, copy=True)
     unsharded = old.whole_of(mine)
-    size = new.layout.slice_elements if sharded else new.layout.num_elements
-    target = torch.zeros(size, dtype=mine.dtype, device=new.device)
-    first = new.full.first if sharded else 0
-    for index, start, stop in _parts(new.layout, index=new.groups.gather.index if sharded else None):
-        begin = old.layout.offsets[index] + first + start - new.layout.offsets[index]
+    part = new.full.part(where)
+    target = torch.zeros(part.stop - part.start, dtype=mine.dtype, device=new.device)
+    for index, start, stop in new.layout.within(part):
+        begin = old.layout.offsets[index] + part.start + start - new.layout.offsets[index]
         target[start:stop].copy_(unsharded[begin : begin + stop - start])
     return target
-
-
-def _parts(layout: Layout, *, index: int | None) -> Sequence[tuple[int, int, int]]:
-    """Return (parameter, start, stop) for the parts in slice `index`, or (None) in the full buffer."""
-    if index is not None:
-        return layout.owned(index)
-    return [(number, offset, offset + size) for number, (offset, size) in enumerate(layout.sizes())]
 
 
 def _moved_grads(*, old: FlatParams, new: FlatParams) -> Tensor:
@@ -132,7 +119,7 @@ def _moved_grads(*, old: FlatParams, new: FlatParams) -> Tensor:
         grad = part.parameter.grad
         if grad is not None:
             mine[part.start : part.stop].copy_(grad.reshape(-1))
-    return _moved(mine, old=old, new=new, sharded=new.placement.grads is SHARDED)
+    return _moved(mine, old=old, new=new, where=new.placement.grads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +148,8 @@ class _MovingState:
         laid = next((kind for (_, other), kind in self.kinds.items() if other == key and isinstance(kind, Laid)), None)
         if laid is None:
             return None
-        moved = _moved(own_state(self.old, self.optimizer, key=key, kind=laid), old=self.old, new=self.new)
+        mine, where = own_state(self.old, self.optimizer, key=key, kind=laid), self.new.placement.optim
+        moved = _moved(mine, old=self.old, new=self.new, where=where)
         for part in self.old.master.owned:
             if isinstance(self.kinds.get((part.index, key)), Laid):
                 self.optimizer.state.get(part.parameter, {}).pop(key, None)

@@ -5,17 +5,22 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from shardwise.engine.engine import engine_of
+from shardwise.engine.engine import Engine
 
 
 @contextmanager
-def accumulate(model: nn.Module, *, enabled: bool = True) -> Iterator[None]:
-    """Do not reduce gradients in this block; the next backward outside of it reduces them all.
+def accumulate(engine: Engine, model: nn.Module, *, enabled: bool = True) -> Iterator[None]:
+    """Skip the reduction of gradients in this block; the next backward outside reduces them all.
 
-    They add up on each rank, in the reduce dtype. If the plan says `accumulate_reduced`, every backward reduces, and
-    the averages add up: memory for a slice instead of the unsharded gradient, but more communication.
+        for number, batch in enumerate(micro_batches):
+            with shardwise.accumulate(model, enabled=number + 1 < len(micro_batches)):
+                (loss_of(model, batch) / len(micro_batches)).backward()
+        optimizer.step()
+
+    The gradients add up on each rank, in the reduce dtype. Under a plan with `accumulate_reduced`, every backward
+    reduces, and the averages add up: a slice of memory instead of the whole, and more communication.
     """
-    passes = engine_of(model).core.setting.passes
+    passes = engine.core.setting.passes
     before = passes.accumulating
     passes.accumulating = before or enabled
     try:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from shardwise.comm.agreement import meet
 from shardwise.engine.core.edited_values import filled
 from shardwise.engine.core.step_events import announce
-from shardwise.engine.engine import Engine, engine_of
+from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer.allocate import suit_devices
 from shardwise.engine.optimizer.unsharded_state import named_states, own_states, unsharded_states
 from shardwise.errors import InvalidData
@@ -19,15 +19,12 @@ from shardwise.torch_internals.torch_private import IncompatibleKeys
 
 
 def full_state_dict(
-    model: nn.Module, optimizer: Optimizer | None = None, *, rank0_only: bool = False
+    engine: Engine, model: nn.Module, optimizer: Optimizer | None = None, *, rank0_only: bool = False
 ) -> dict[str, Any]:
-    """Return {"model": full tensors by name, "optimizer": full states by name, and groups}.
+    """Return {"model": names → full tensors, "optimizer": names → full states, and groups}. Collective.
 
-    Collective where this rank holds only slices of what is asked for.
-
-    With `rank0_only`, the other ranks take part and get an empty dict: they hold one buffer of one unit at a time.
+    With `rank0_only`, the other ranks take part and get an empty dict.
     """
-    engine = engine_of(model)
     if rank0_only and dist.get_rank() != 0:
         _take_part(engine, optimizer)
         return {}
@@ -55,17 +52,17 @@ def _begin_state(engine: Engine) -> None:
 
 
 def load_full_state_dict(
-    model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any], *, from_rank0: bool = False
+    engine: Engine, model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any], *, from_rank0: bool = False
 ) -> None:
-    """Load a state of `full_state_dict(model, optimizer)`, saved under any plan and number of ranks. Collective.
+    """Load a state of `full_state_dict`, saved under any plan, engine and number of ranks. Collective.
 
-    With `from_rank0`, only rank 0's `state` is read.
+    `optimizer` may be None: the model alone is loaded. With `from_rank0`, only rank 0's `state` is read.
     """
     check_order(optimizer)
     state = received_state(state, with_optimizer=optimizer is not None, from_rank0=from_rank0)
     model.load_state_dict(state["model"])
     if optimizer is not None:
-        _load_optimizer_state(engine_of(model), optimizer, state["optimizer"])
+        _load_optimizer_state(engine, optimizer, state["optimizer"])
 
 
 def check_order(optimizer: object) -> None:

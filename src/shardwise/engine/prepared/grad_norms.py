@@ -11,13 +11,14 @@ from shardwise.comm.rank_progress import waiting_in
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.step_errors import updated_in_backward
 from shardwise.engine.core.step_events import announce
-from shardwise.engine.engine import Engine, engine_of
+from shardwise.engine.engine import Engine
 from shardwise.errors import InvalidData, InvalidModel
-from shardwise.plan.placement import SHARDED
+from shardwise.plan.placement import REPLICATED, Where
 
 
 @torch.no_grad()
 def clip_grad_norm_(
+    engine: Engine,
     model: nn.Module,
     max_norm: float,
     norm_type: float = 2.0,
@@ -25,19 +26,20 @@ def clip_grad_norm_(
     parameters: Iterable[Tensor] | None = None,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scale the gradients so that their norm is at most `max_norm`; return the norm before, equal on all ranks.
+    """Scale the gradients so that their norm is at most `max_norm`; return the norm that they had, on every rank.
 
-    Collective. Like torch's function, but for the unsharded gradient, of the model or of these `parameters` of it.
-    Norms add up in float64, so that the result hardly depends on how the gradient is cut into slices.
+    Collective. Like torch's function, but over the whole gradient, on whatever ranks its slices are. With `parameters`
+    (some of the model's), only their gradients are scaled, by their norm. Norms add up in float64, so that the result
+    hardly depends on how the gradient is cut into slices.
     """
-    engine = _between_steps(model, what="clip_grad_norm_")
+    _between_steps(engine, what="clip_grad_norm_")
     named = chosen(model, parameters)
-    replicated, slices = (_grads(flats, named) for flats in _replicated_and_sharded(engine))
-    total = _norm(replicated, slices, engine=engine, norm_type=float(norm_type))
+    by_axes = {axes: _grads(flats, named) for axes, flats in _by_axes(engine).items()}
+    total = _norm(by_axes, engine=engine, norm_type=float(norm_type))
     if error_if_nonfinite and not total.isfinite():
         raise InvalidData(f"the norm of the gradients is {total.item()}: they cannot be clipped")
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for grads in (replicated, slices):
+    for grads in by_axes.values():
         # Slices of some units may be in host memory.
         for device in {grad.device for grad in grads}:
             torch._foreach_mul_([grad for grad in grads if grad.device == device], scale.to(device, grads[0].dtype))
@@ -45,31 +47,40 @@ def clip_grad_norm_(
 
 
 @torch.no_grad()
-def clip_grad_value_(model: nn.Module, clip_value: float, *, parameters: Iterable[Tensor] | None = None) -> None:
-    """Clamp every element of the gradients to ±clip_value. Each rank clamps its own slices."""
+def clip_grad_value_(
+    engine: Engine, model: nn.Module, clip_value: float, *, parameters: Iterable[Tensor] | None = None
+) -> None:
+    """Clamp every element of the gradients to [-clip_value, clip_value], like torch's function of this name.
+
+    With `parameters` (some of the model's), only of their gradients.
+    """
     if not clip_value >= 0:
         raise InvalidData(f"clip_value = {clip_value!r}: must be a number of at least 0")
-    grads = _grads(_between_steps(model, what="clip_grad_value_").core.flats, chosen(model, parameters))
+    _between_steps(engine, what="clip_grad_value_")
+    grads = _grads(engine.core.flats, chosen(model, parameters))
     if grads:
         torch._foreach_clamp_min_(grads, -clip_value)
         torch._foreach_clamp_max_(grads, clip_value)
 
 
 @torch.no_grad()
-def grad_norms(model: nn.Module, *, norm_type: float = 2.0) -> dict[str, float]:
-    """Return the norm of each parameter's unsharded gradient by name, in the model's order, where there is one.
+def grad_norms(engine: Engine, model: nn.Module, *, norm_type: float = 2.0) -> dict[str, float]:
+    """Return the norm of each parameter's whole gradient, the same on every rank; parameters without one are left out.
 
-    Collective. Σ |g|^p adds up over slices, in float64; it waits for the device once.
+        for name, norm in shardwise.grad_norms(model).items():      # between backward and step
+            log(name, norm)
+
+    Collective, and it waits for the device.
     """
-    engine = _between_steps(model, what="grad_norms")
+    _between_steps(engine, what="grad_norms")
     power = float(norm_type)
-    replicated, sharded = _replicated_and_sharded(engine)
-    sums = _power_sums(replicated, engine, power=power)
-    if sharded:
-        slices = _power_sums(sharded, engine, power=power)
-        _reduce(slices, engine=engine, power=power, what="grad_norms")
-        sums = torch.cat([sums, slices])
-    names = [name for flat in (*replicated, *sharded) for name in flat.names]
+    by_axes = _by_axes(engine)
+    parts = []
+    for axes, flats in by_axes.items():
+        parts.append(_power_sums(flats, engine, power=power))
+        _reduce(parts[-1], axes, engine=engine, power=power, what="grad_norms")
+    sums = torch.cat(parts)
+    names = [name for flats in by_axes.values() for flat in flats for name in flat.names]
     found = {
         name: total if math.isinf(power) else total ** (1 / power)
         for name, (total, has) in zip(names, sums.tolist(), strict=True)
@@ -92,20 +103,19 @@ def chosen(model: nn.Module, parameters: Iterable[Tensor] | None) -> set[int] | 
     return {id(parameter) for parameter in given}
 
 
-def _between_steps(model: nn.Module, *, what: str) -> Engine:
-    """Return the engine, once values that were written into `p.grad` are in the slices."""
-    engine = engine_of(model)
+def _between_steps(engine: Engine, *, what: str) -> None:
+    """Refuse `what` inside of a step; take over values that were written into `p.grad`."""
     if engine.core.followed.plan.updates_in_backward:
         raise updated_in_backward(what)
     engine.check_between_steps(what=what)
     announce(engine.core.setting.events.gradients_asked)
-    return engine
 
 
-def _replicated_and_sharded(engine: Engine) -> tuple[list[FlatParams], list[FlatParams]]:
-    """Return the buffers that every rank steps in full, and those that are stepped in slices."""
-    sharded = [flat for flat in engine.core.flats if flat.placement.optim is SHARDED]
-    return [flat for flat in engine.core.flats if flat.placement.optim is not SHARDED], sharded
+def _by_axes(engine: Engine) -> dict[Where, list[FlatParams]]:
+    """Return the buffers by the axes over which they are stepped in parts; in the same order on all ranks."""
+    flats = engine.core.flats
+    by_axes = {where: [flat for flat in flats if flat.placement.optim is where] for where in Where}
+    return {where: found for where, found in by_axes.items() if found or where is REPLICATED}
 
 
 def _grads(flats: list[FlatParams], named: set[int] | None) -> list[Tensor]:
@@ -118,20 +128,23 @@ def _grads(flats: list[FlatParams], named: set[int] | None) -> list[Tensor]:
     ]
 
 
-def _norm(replicated: list[Tensor], slices: list[Tensor], *, engine: Engine, norm_type: float) -> Tensor:
-    total = _power_sum(replicated, norm_type=norm_type, device=engine.device)
-    if any(flat.placement.optim is SHARDED for flat in engine.core.flats):
-        others = _power_sum(slices, norm_type=norm_type, device=engine.device)
-        _reduce(others, engine=engine, power=norm_type, what="clip_grad_norm_")
+def _norm(by_axes: dict[Where, list[Tensor]], *, engine: Engine, norm_type: float) -> Tensor:
+    total = torch.zeros((), dtype=torch.float64, device=engine.device)
+    for axes, grads in by_axes.items():
+        others = _power_sum(grads, norm_type=norm_type, device=engine.device)
+        _reduce(others, axes, engine=engine, power=norm_type, what="clip_grad_norm_")
         total = torch.maximum(total, others) if math.isinf(norm_type) else total + others
     return total if math.isinf(norm_type) else total ** (1 / norm_type)
 
 
-def _reduce(sums: Tensor, *, engine: Engine, power: float, what: str) -> None:
-    """Combine sums over slices (maxima for p = ∞) from all ranks that hold slices."""
+def _reduce(sums: Tensor, axes: Where, *, engine: Engine, power: float, what: str) -> None:
+    """Combine sums over parts (maxima for p = ∞) from all ranks that hold parts."""
     operation = dist.ReduceOp.MAX if math.isinf(power) else dist.ReduceOp.SUM
-    with waiting_in(what):
-        dist.all_reduce(sums, op=operation, group=engine.core.setting.groups.reduce.handle)
+    groups = engine.core.setting.groups
+    for is_cut, group in ((axes.is_sharded_across, groups.replicate), (axes.is_sharded, groups.reduce)):
+        if is_cut:
+            with waiting_in(what):
+                dist.all_reduce(sums, op=operation, group=group.handle)
 
 
 def _norms(grads: list[Tensor], power: float, *, device: torch.device) -> Tensor:

@@ -8,7 +8,6 @@ from torch.optim import Optimizer
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.parameters import unguarded
 from shardwise.engine.engine import Engine, engine_of
-from shardwise.plan.placement import SHARDED
 from shardwise.vocabulary.categories import GATHERED, GRADS, HOST, OPTIM, OTHER, PARAMS, REDUCE
 
 
@@ -23,27 +22,27 @@ def held_bytes(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str
     """
     held = dict.fromkeys((PARAMS, GATHERED, GRADS, OPTIM, HOST), 0)
     seen: set[int] = set()
-    for flat in engine_of(model).core.flats:
+    engine = engine_of(model)
+    for flat in engine.core.flats:
         for category, tensor in _of_flat(flat, optimizer):
             storage = tensor.untyped_storage()
             # Views share a storage: a bucket's gradients, a master that is the full buffer.
             if storage.data_ptr() not in seen and category in held:
                 seen.add(storage.data_ptr())
                 held[category] += storage.nbytes()
-    for category, average in _averages(engine_of(model)):
+    for category, average in _averages(engine):
         held[category] += average.nbytes
-    for category, state in _of_matrices(engine_of(model), optimizer):
+    for category, state in _of_matrices(engine, optimizer):
         held[category] += state.nbytes
     return held
 
 
-def held_tensors(model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[tuple[str, Tensor]]:
+def held_tensors(engine: Engine, model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield (category, tensor) for all memory that the engine knows at this moment; a storage has its first category.
 
     As above, and: reduce, the buffers that are being reduced, and autograd's gradients that are not yet in them;
     other, the module's buffers, the flags of used parameters, and the memory through which states on the host pass.
     """
-    engine = engine_of(model)
     yield from _of_buckets(engine)
     for flat in engine.core.flats:
         yield from _of_flat(flat, optimizer)
@@ -78,13 +77,14 @@ def _of_matrices(engine: Engine, optimizer: Optimizer | None) -> Iterator[tuple[
 
 
 def _of_flat(flat: FlatParams, optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor]]:
-    sharded = flat.placement.params is SHARDED
+    sharded = flat.placement.params.is_sharded
     yield GATHERED if sharded else PARAMS, flat.full.buffer
     on_host = flat.master.host is not None
     is_the_parameter = sharded and flat.compute_dtype == flat.master_dtype
     # Without a wait for an update that is still writing it.
     yield HOST if on_host else PARAMS if is_the_parameter else OPTIM, flat.master.unsettled
-    yield HOST, flat.master.staged
+    # The slice of which this rank's master is a part.
+    yield PARAMS if flat.placement.optim.is_sharded_across else HOST, flat.master.staged
     for part in flat.master.owned:
         for value in (optimizer.state.get(part.parameter, {}) if optimizer else {}).values():
             if isinstance(value, Tensor):
@@ -111,5 +111,6 @@ def _of_buckets(engine: Engine) -> Iterator[tuple[str, Tensor]]:
         for segment in bucket.segments:
             if segment.kept is not None:
                 yield GRADS, segment.kept
-            if segment.buffer is not None:
-                yield REDUCE, segment.buffer
+            for tensor in (segment.buffer, segment.slice):
+                if tensor is not None:
+                    yield REDUCE, tensor

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.engine.core.parameters import unguarded
-from shardwise.engine.engine import engine_of, register, unregister
+from shardwise.engine.engine import engine_of
 from shardwise.engine.prepared.accumulate import accumulate
 from shardwise.engine.prepared.full_state import full_tensors, load_tensors
 from shardwise.engine.prepared.whole_parameters import whole
@@ -35,7 +35,7 @@ class PreparedModule(nn.Module):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Do not reduce gradients in this block, as under DistributedDataParallel (`shardwise.accumulate`)."""
-        return accumulate(self)
+        return accumulate(engine_of(self), self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, including those of the optimizer's slices."""
@@ -71,13 +71,15 @@ class PreparedModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """Return an ordinary, unsharded model of the original class. Collective where `state_dict` is."""
-        engine_of(self).check_reduced(what="deepcopy(model)")
-        with nullcontext() if engine_of(self).core.setting.passes.lent else whole(self):
+        engine = engine_of(self)
+        engine.check_reduced(what="deepcopy(model)")
+        with nullcontext() if engine.core.setting.passes.lent else whole(engine, self):
             return self._copied(memo)
 
     def _copied(self, memo: dict[int, Any]) -> nn.Module:
         """Copy the model as torch does it, each parameter by its own class, without hooks and wrapped forwards."""
-        engine, carried = unregister(self), drop_engine(self)
+        engine = engine_of(self)
+        drop_engine(self)
         engine.detach()
         prepared = type(self)
         # A traced module hands what is set on it to the module inside.
@@ -86,9 +88,7 @@ class PreparedModule(nn.Module):
             return copy.deepcopy(self, memo)
         finally:
             object.__setattr__(self, "__class__", prepared)
-            register(self, engine)
-            if carried is not None:
-                carry_engine(self, carried)
+            carry_engine(self, engine)
             engine.attach()
             engine.wrap()
 

@@ -4,20 +4,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.engine.core.edited_values import distribute, editing
 from shardwise.engine.core.parameters import unguarded
-from shardwise.engine.engine import Engine, engine_of
+from shardwise.engine.engine import Engine
+from shardwise.engine.owned_model import OwnedModel, OwnedSlice
 from shardwise.engine.prepared.prepared_module import PreparedModule
-from shardwise.engine.protocol import OwnedModel, OwnedSlice
-from shardwise.plan.placement import SHARDED
 
 
-def held(model: nn.Module) -> OwnedModel:
+def held(engine: Engine, model: nn.Module) -> OwnedModel:
     """Return this rank's slices, including those of frozen parameters, and the buffers. Waits for all gathers."""
-    engine = engine_of(model)
     assert isinstance(model, PreparedModule)
     engine.check_between_steps(what="a checkpoint")
     engine.check_state(what="a checkpoint")
@@ -42,9 +41,10 @@ def held(model: nn.Module) -> OwnedModel:
 def _owned_slices(engine: Engine) -> list[OwnedSlice]:
     slices = []
     for flat in engine.core.flats:
-        sharded = flat.placement.optim is SHARDED
-        copies = flat.groups.replicate if sharded else flat.groups.reduce_world
-        first = flat.full.first if sharded else 0
+        optim = flat.placement.optim
+        copies = flat.groups.replicate if optim.is_sharded else flat.groups.reduce_world
+        copy, holders = (0, (dist.get_rank(),)) if optim.is_sharded_across else (copies.index, copies.ranks)
+        first = flat.full.part(optim).start
         for part in flat.master.owned:
             start = first + part.start - flat.layout.offsets[part.index]
             slices.append(
@@ -54,8 +54,8 @@ def _owned_slices(engine: Engine) -> list[OwnedSlice]:
                     start=start,
                     stop=start + part.stop - part.start,
                     parameter=part.parameter,
-                    copy=copies.index,
-                    holders=copies.ranks,
+                    copy=copy,
+                    holders=holders,
                     block=flat.block,
                 )
             )
@@ -81,23 +81,30 @@ def _stepped(engine: Engine, slices: list[OwnedSlice]) -> list[OwnedSlice]:
     return [*(part for part in slices if part.name not in owned), *unsharded]
 
 
-def slices_filled(model: nn.Module) -> None:
+def slices_filled(engine: Engine, model: nn.Module) -> None:
     """Distribute new values of the owned slices to all other copies. Collective."""
-    distribute(engine_of(model).core)
+    distribute(engine.core)
 
 
 @contextmanager
-def edit(model: nn.Module) -> Iterator[None]:
-    """Distribute values that are written into `optimizer.param_groups` in this block to every rank. Collective."""
-    engine = engine_of(model)
+def edit(engine: Engine, model: nn.Module) -> Iterator[None]:
+    """Allow writes into the tensors that the optimizer steps; all copies on all ranks follow. Collective.
+
+        with shardwise.edit(model), torch.no_grad():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:      # this rank's slices
+                    parameter.mul_(0.9)
+
+    Without it, such a write raises an error if other ranks would keep the old values.
+    """
     engine.check_between_steps(what="shardwise.edit")
     engine.core.setting.passes.check_values("shardwise.edit")
     with editing(engine.core):
         yield
 
 
-def group_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+def group_names(engine: Engine, model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     """Return the full names in each param group, including those that this rank holds no part of."""
-    owned = engine_of(model).owned
+    owned = engine.owned
     owned.adopt_on_all_ranks(optimizer)
     return owned.group_names[optimizer]

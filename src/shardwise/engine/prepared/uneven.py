@@ -12,21 +12,20 @@ from torch import nn
 
 from shardwise.comm.agreement import exchange
 from shardwise.comm.rank_progress import waiting_in
-from shardwise.engine.engine import Engine, engine_of
+from shardwise.engine.engine import Engine
 from shardwise.engine.protocol import Batch
 from shardwise.errors import InvalidData, InvalidModel
 from shardwise.program.rules.demand import broadcast
 
 
-def mean_count(model: nn.Module, count: float) -> float:
-    """Return the mean over ranks of a count of samples or tokens, by which a summed loss is divided.
+def mean_count(engine: Engine, model: nn.Module, count: float) -> float:
+    """Return the mean over ranks of the number of samples, or tokens, that each holds: divide a summed loss by it.
 
         loss = cross_entropy(model(x), y, reduction="sum") / shardwise.mean_count(model, num_tokens)
 
-    gives Σ losses / Σ counts over all ranks for any counts: Σ_r (l_r / mean) / W = Σ_r l_r / Σ_r n_r. In an
-    accumulation pass the count of the complete step in every pass. Collective; it waits for the other ranks.
+    is the mean over all ranks' tokens, however many each has: Σ_r (l_r / mean) / W = Σ_r l_r / Σ_r n_r. In an
+    accumulation, give every pass the count of this rank's whole step. Collective, and it waits for the other ranks.
     """
-    engine = engine_of(model)
     passes = engine.core.setting.passes
     total = summed(count if passes.counts else 0.0, device=engine.device)
     return total / (passes.num_counting or engine.core.setting.groups.mesh.num_ranks)
@@ -42,14 +41,18 @@ def summed(count: float, *, device: torch.device) -> float:
     return total.item()
 
 
-def join(model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Yield this rank's batches, then its last one again while any other rank has some left.
+def join(engine: Engine, model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Yield this rank's batches, then its last one again while any other rank has batches left.
 
-    Every rank then runs the loop, and all its collectives, equally often. The passes of a rank that has run out do not
-    count: its gradients are not added, averages are over the ranks that have a batch, and BatchNorm's statistics come
+        for batch in shardwise.join(model, loader):
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    So every rank runs the loop equally often, and no rank waits for one that has finished. What a rank computes after
+    its own batches does not count: averages are over the ranks that still have one, and BatchNorm's statistics come
     from one of those. Collective: one small exchange per batch.
     """
-    engine = engine_of(model)
     if engine.core.setting.passes.num_counting is not None:
         raise InvalidModel("shardwise.join inside shardwise.join: one loop over batches at a time")
     try:

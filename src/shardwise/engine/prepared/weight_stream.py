@@ -8,22 +8,28 @@ from torch import Tensor, nn
 from shardwise.comm.agreement import meet
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.engine import Engine, engine_of
+from shardwise.engine.owned_model import OwnedModel
 from shardwise.engine.prepared.slices import held
-from shardwise.engine.protocol import OwnedModel
 
 _NAME = "`for … in shardwise.weight_stream(model):`"
 
 
-def weight_stream(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, full tensor) for all entries of a state dict, in the order of the step's units.
+def weight_stream(
+    engine: Engine, model: nn.Module, *, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, full tensor) of the whole state dict, unit after unit in the order of a step. Collective.
 
-    Collective where this rank has only slices. One buffer of a unit's parameters is gathered at a time; the caller may
-    keep or drop it.
+        for name, tensor in shardwise.weight_stream(model, dtype=torch.bfloat16):      # on every rank, to the end
+            if rank == 0:
+                inference.load_weights([(name, tensor)])
+
+    One unit is gathered at a time, so it takes the memory of two units at most (the one that the loop still holds, and
+    the next), not of the model. With `dtype`, floating-point tensors are cast before they are sent; without it they
+    have full precision. No step inside; a rank that stops before the end is named to the others.
     """
-    engine = engine_of(model)
     passes = engine.core.setting.passes
     engine.check_between_steps(what="shardwise.weight_stream")
-    found = held(model)
+    found = held(engine, model)
     before, passes.values_by = passes.values_by, _NAME
     try:
         for name in _in_order(engine):

@@ -14,22 +14,28 @@ from torch import Tensor, nn
 from shardwise.comm.agreement import RanksDisagree, exchange, meet
 from shardwise.engine.core.edited_values import distribute
 from shardwise.engine.core.flat import FlatParams
-from shardwise.engine.engine import engine_of
+from shardwise.engine.engine import Engine
 from shardwise.engine.guards.guard import wake
 from shardwise.engine.guards.replicas import bit_sums
 from shardwise.errors import InvalidModel
-from shardwise.plan.placement import SHARDED
 
 _NAME = "shardwise.whole(model)"
 
 
 @contextmanager
-def whole(model: nn.Module, *, write: bool = False) -> Iterator[None]:
-    """Unshard the model's parameters in this block.
+def whole(engine: Engine, model: nn.Module, *, write: bool = False) -> Iterator[None]:
+    """Make the parameters whole on every rank in this block, to read them, or with `write` to write them. Collective.
 
-    Collective at its start, except to read parameters that this rank has unsharded, and with `write` at its end.
+        with shardwise.whole(model):
+            averaged.update_parameters(model)
+
+        with shardwise.whole(model, write=True), torch.no_grad():
+            for parameter in model.parameters():      # the same on every rank
+                parameter.clamp_(-1, 1)
+
+    They have the values and the dtype that the optimizer steps, and writes go there. No forward and no step inside. It
+    takes the memory of all parameters in that dtype, unless they are whole in it already.
     """
-    engine = engine_of(model)
     passes = engine.core.setting.passes
     passes.check_values(_NAME)
     if write:
@@ -80,8 +86,7 @@ class _Lent:
         """Copy the values that the block has left into the masters."""
         flat = self.flat
         if self._gathered is not None:
-            sharded = flat.placement.optim is SHARDED
-            flat.write_master(flat.full.slice_of(self._gathered) if sharded else self._gathered)
+            flat.write_master(self._gathered[flat.full.part(flat.placement.optim)])
 
     def take_back(self) -> None:
         """Make the parameters views of the full buffer again, with their guards."""

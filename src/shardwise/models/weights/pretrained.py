@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from shardwise.checkpoint.tensor_file import TensorEntry, TensorFile, opened, write_tensors
 from shardwise.checkpoint.weight_files import INDEX, ONE_FILE, divide_weights, write_index
 from shardwise.comm.agreement import meet
+from shardwise.engine.owned_model import OwnedModel
 from shardwise.engine.prepared.weight_stream import full_parameters
-from shardwise.engine.protocol import OwnedModel, require_engine
+from shardwise.engine.protocol import require_engine
 from shardwise.engines import prepare
 from shardwise.errors import InvalidData, InvalidModel, ShardwiseError
 from shardwise.files.atomic import atomic_write

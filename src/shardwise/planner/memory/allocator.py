@@ -13,6 +13,7 @@ last block to be used. When the device is full, free pages are given back, also 
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Collection
 
 _MIB = 2**20
 _ROUND = 512
@@ -168,13 +169,19 @@ class CachingAllocator:
     def _reserve(self, num_bytes: int) -> None:
         """Reserve memory, if necessary beyond the limit after giving back what is free."""
         if self.limit_bytes is not None and self.reserved_bytes + num_bytes > self.limit_bytes:
-            for pool in self._free.values():
-                if self.expands:
-                    self._give_back_pages(pool)
-                else:
-                    self._give_back_segments(pool)
+            self.give_back()
         self.reserved_bytes += num_bytes
         self.most_reserved_bytes = max(self.most_reserved_bytes, self.reserved_bytes)
+
+    def give_back(self, *, without: Collection[str] = ()) -> None:
+        """Give back what is completely free, but for these streams."""
+        for (stream, _), pool in self._free.items():
+            if stream in without:
+                continue
+            if self.expands:
+                self._give_back_pages(pool)
+            else:
+                self._give_back_segments(pool)
 
     def _give_back_segments(self, pool: FreeBlocks) -> None:
         for key in pool.keys.copy():

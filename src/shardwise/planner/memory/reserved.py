@@ -11,15 +11,24 @@ prepared; steps reuse that.
 
 Where units are CUDA graphs, what they compute has its own pool, which averaged gradients may use as
 well (program/gradient_place.py) unless they are accumulated over several passes; gathered units have one of their own.
+
+Batches of several lengths (ModelSpec.lengths) are run in their order, again and again until a round needs no new
+segment. What the allocator has reserved then depends on the order, because a block that one length leaves free serves
+part of another. Where units are CUDA graphs, ordinary steps come first, until the graphs are recorded in the memory of
+the longest; a longer pass than any before gives back what is unused.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import cycle, islice
+from operator import attrgetter
 
 from shardwise.planner.job import Job
-from shardwise.planner.memory.allocations import GRADIENTS, UNIT_GRAPHS, AllocationEntry
+from shardwise.planner.memory.allocations import GRADIENTS, SLOTS, UNIT_GRAPHS, AllocationEntry
 from shardwise.planner.memory.allocator import SMALL_BYTES, SMALL_SEGMENT_BYTES, CachingAllocator, MemoryBlock
+from shardwise.planner.memory.column_sum import ColumnSum
+from shardwise.spec.law import Line
 from shardwise.vocabulary.categories import CATEGORIES
 
 HeldBlocks = dict[int, tuple[MemoryBlock | None, int]]
@@ -30,6 +39,8 @@ SizedEntry = tuple[int, int | None, str]
 
 # Longer runs of equal units are cut to these lengths.
 _LENGTHS = (28, 40)
+# Rounds of all lengths, at most.
+_MOST_ROUNDS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +62,15 @@ def reserve(
     job: Job, *, batch: int, limit_bytes: int | None = None, made_on_device: bool = False, expands: bool = False
 ) -> Reserved:
     """Run a job at one batch on a device with `limit_bytes` for tensors; the others as for `estimate`."""
+    run = partial(_reserve, batch=batch, limit_bytes=limit_bytes, made_on_device=made_on_device, expands=expands)
+    found = run(job)
+    if job.spec.lengths and job.as_graphs:
+        ordinary = replace(job, as_graphs=False, _cuts={})
+        found = max(found, run(ordinary), key=attrgetter("reserved_bytes"))
+    return found
+
+
+def _reserve(job: Job, *, batch: int, limit_bytes: int | None, made_on_device: bool, expands: bool) -> Reserved:
     *shorter, longer = reserved_jobs(job)
     more = len(job.spec.units) - len(longer.short.spec.units)
     in_graphs = job.as_graphs and job.unshortened.ledger.pass_memory(batch).places_gradients
@@ -100,34 +120,55 @@ def _run(
     return Reserved(reserved_bytes=run.allocator.most_reserved_bytes + small, slack_bytes=run.slack_at_peak)
 
 
+def _shares(job: Job) -> tuple[list[float], list[float]]:
+    """Return the lengths of the first step's passes and of later ones, by the longest; one where all are equal."""
+    lengths = job.spec.lengths
+    if not lengths:
+        return [1.0], [1.0]
+    shares = [length / max(lengths) for length in lengths]
+    num_first = job.plan.accumulate
+    start = num_first % len(shares)
+    return list(islice(cycle(shares), num_first)), [*shares[start:], *shares[:start]]
+
+
 def _first_step(run: "_Run", job: Job, *, workspace: int) -> None:
     """Run the first step, of which the moments stay, and the workspaces of forward's and backward's threads (the latter
-    from its first product on), where these were not taken before.
+    from its first product on), where these were not taken before. Of passes of one length, one is run.
     """
-    forward, backward, after = (run.sized(part) for part in job.first_ledger.parts())
-    run.allocate(workspace)
-    held = run.replay(forward, {})
-    run.allocate(workspace)
-    held = run.replay(backward, held)
-    run.allocate_moments(job)
-    run.free_all(run.replay(after, held))
+    passes, _ = _shares(job)
+    for number, share in enumerate(passes):
+        ledger = job.ledger if number else job.first_ledger
+        forward, backward, after = (run.sized(part, share=share) for part in ledger.parts())
+        if not number:
+            run.allocate(workspace)
+        held = run.replay(forward, {})
+        if not number:
+            run.allocate(workspace)
+        held = run.replay(backward, held)
+        if number + 1 == len(passes):
+            run.allocate_moments(job)
+        run.free_all(run.replay(after, held))
 
 
 def _later_steps(run: "_Run", job: Job) -> None:
-    """Run the second step and the third; where units are graphs, two steps with their memory.
+    """Run rounds of all lengths, until one needs no new segment; of one length at most two.
 
     A step frees all that it allocates. One that needed no new segment leaves the allocator as it was before, so that
     the next one would be the same. The first one with graphs finds no free memory, and leaves some that fits no later
     request.
     """
-    step = run.sized(job.ledger.entries)
-    num_segments = run.allocator.num_segments
-    run.peak = 0
-    run.free_all(run.replay(step, {}))
-    if run.allocator.num_segments == num_segments:
-        return
-    run.peak = 0
-    run.free_all(run.replay(step, {}))
+    _, shares = _shares(job)
+    steps = {share: run.sized(job.ledger.entries, share=share) for share in set(shares)}
+    longest = 0.0
+    for _ in range(_MOST_ROUNDS if len(shares) > 1 else 2):
+        num_segments, run.peak = run.allocator.num_segments, 0
+        for share in shares:
+            if longest and share > longest and job.as_graphs:
+                run.allocator.give_back(without=(UNIT_GRAPHS, SLOTS))
+            longest = max(longest, share)
+            run.free_all(run.replay(steps[share], {}))
+        if run.allocator.num_segments == num_segments:
+            return
 
 
 def _sizes_before(job: Job, *, batch: int) -> list[int]:
@@ -170,11 +211,16 @@ class _Run:
         for size in [*(size for states in job.states.values() for size in states.moments), *job.owned_moments]:
             self.allocate(size)
 
-    def sized(self, entries: Sequence[AllocationEntry]) -> list[SizedEntry]:
-        """Return entries with their sizes at this batch."""
+    def sized(self, entries: Sequence[AllocationEntry], *, share: float = 1.0) -> list[SizedEntry]:
+        """Return entries with their sizes at this batch, or at a share of its elements."""
         batch, of_gradients = self.batch, self._gradients_in
+
+        def at(size: Line | ColumnSum) -> int:
+            whole = size.at(batch)
+            return whole if share == 1 else whole - round((1 - share) * (whole - size.at(0)))
+
         return [
-            (slot, None if size is None else size.at(batch), of_gradients if stream == GRADIENTS else stream)
+            (slot, None if size is None else at(size), of_gradients if stream == GRADIENTS else stream)
             for slot, size, stream in entries
         ]
 

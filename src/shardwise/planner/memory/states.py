@@ -10,7 +10,8 @@ from typing import Any
 
 from shardwise.errors import UnknownName
 from shardwise.plan import Plan
-from shardwise.plan.placement import SHARDED, Placement
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Placement
 from shardwise.planner.memory.constants import MemoryRules
 from shardwise.program.buffers import FlatSpec, flat_specs, num_pieces
 from shardwise.program.rules.host import has_states_on_host
@@ -79,14 +80,23 @@ def needs_whole_matrices(name: str) -> bool:
     return optimizer_of(name).matrices is not None
 
 
+def may_cross(name: str) -> bool:
+    """Return whether an optimizer's state may be sharded over both axes of a mesh: whole matrices have one owner."""
+    return not needs_whole_matrices(name)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSetting:
     """The settings that the states of a unit depend on in addition to its placement."""
 
     plan: Plan
-    num_slices: int
+    mesh: Mesh
     optimizer: OptimizerRule
     rules: MemoryRules
+
+    @property
+    def num_slices(self) -> int:
+        return self.mesh.shard
 
     def rounded(self, num_bytes: int) -> int:
         return -(-num_bytes // self.rules.block_bytes) * self.rules.block_bytes
@@ -177,14 +187,17 @@ def _flat_states(
     flat: FlatSpec, *, placement: Placement, setting: StateSetting, on_host: bool, num_pieces: int
 ) -> dict[str, Any]:
     plan, rounded, num_slices = setting.plan, setting.rounded, setting.num_slices
-    layout, stepped = flat.layout(num_slices=num_slices), flat.master_bytes
+    mesh, stepped, crosses = setting.mesh, flat.master_bytes, placement.optim.is_sharded_across
+    layout = flat.layout(num_slices=mesh.num_ranks if crosses else num_slices)
     num_elements = layout.num_elements
-    params_sharded, optim_sharded = placement.params is SHARDED, placement.optim is SHARDED
+    params_sharded, optim_sharded = placement.params.is_sharded, placement.optim.is_sharded
     full = rounded(num_elements * flat.full_bytes(sharded=params_sharded))
     master = rounded((layout.slice_elements if optim_sharded else num_elements) * stepped)
     # A sharded parameter that computes in the master dtype is its own master; any other fp32 master is separate.
     is_cast = flat.compute_dtype != flat.master_dtype
-    is_the_parameter = params_sharded and not is_cast
+    is_the_parameter = params_sharded and not is_cast and not crosses
+    # The slice that ranks of the replicate axis update parts of; it contains the master if that has its dtype.
+    home = rounded(num_elements // num_slices * flat.compute_bytes) if crosses else 0
     steps = [(param, count) for param, count in _stepped(flat, layout, sharded=optim_sharded) if param.trainable]
     if optim_sharded and plan.owned:
         # Matrices with an owner are not sharded (whole_matrices.py).
@@ -193,20 +206,23 @@ def _flat_states(
     is_trained = any(param.trainable for param in flat.params)
     # Of each piece.
     slices = _slice_pieces(layout, num_pieces=num_pieces) if is_trained else [0] * num_pieces
-    reduces, slices = ([rounded(times * size * flat.reduce_bytes) for size in slices] for times in (num_slices, 1))
+    num_parts = layout.num_slices // num_slices
+    reduces, slices = (
+        [rounded(times * size * flat.reduce_bytes) for size in slices] for times in (layout.num_slices, num_parts)
+    )
     reduce = sum(reduces)
-    if placement.grads is SHARDED:
-        grads = rounded(num_elements // num_slices * stepped)
+    if placement.grads.is_sharded:
+        grads = rounded(num_elements // mesh.num_parts(placement.grads.axes) * stepped)
     else:
         grads = rounded(num_elements * stepped) if flat.reduce_dtype != flat.master_dtype else reduce
     moments = () if on_host else setting.moments((param, count * stepped) for param, count in steps)
     if on_host and plan.offload_update == "device":
         # Step counts are where the update is.
         moments = tuple(rounded(4) for param, _ in steps if setting.optimizer.of(param).has_steps)
-    held = master if (params_sharded or is_cast) and not on_host else 0
+    held = master if (is_the_parameter or is_cast) and not on_host else 0
     return {
         "full": full,
-        "params": (0 if params_sharded else full) + (held if is_the_parameter else 0),
+        "params": (0 if params_sharded else full) + (held if is_the_parameter else home),
         "optim": (0 if is_the_parameter else held) + sum(moments),
         "reduce": reduce,
         "reduces": reduces,
@@ -217,7 +233,7 @@ def _flat_states(
         "host": _host_bytes(flat, layout, is_trained=is_trained, setting=setting) if on_host else 0,
         "chunk": layout.slice_elements if on_host and is_trained else 0,
         "moments": moments,
-        "held": tuple(size for size in (0 if params_sharded else full, held) if size),
+        "held": tuple(size for size in (0 if params_sharded else full, home, held) if size),
     }
 
 

@@ -169,5 +169,11 @@ def _best_dial(costs: DialCosts, *, request: AutoRequest, on_host: bool = False)
 
 def _cost(costs: DialCosts, dial: Dial, *, request: AutoRequest) -> Candidate:
     cluster = with_budget(request.cluster, budget_bytes=request.budget_bytes)
-    found = cost(costs.spec, plan=costs.plan(dial), cluster=cluster, optimizer=costs.optimizer, quick=request.quick)
-    return replace(found, label=AUTO)
+    plan = costs.plan(dial)
+    # Dials shard the most across a mesh, which takes the least memory.
+    found = [
+        cost(costs.spec, plan=one, cluster=cluster, optimizer=costs.optimizer, quick=request.quick)
+        for one in dict.fromkeys((plan, replace(plan, across=request.plan.across)))
+    ]
+    fastest = max((one for one in found if one.fits == found[0].fits), key=lambda one: one.samples_per_s)
+    return replace(fastest if request.goal == "throughput" else found[0], label=AUTO)

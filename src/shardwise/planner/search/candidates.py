@@ -10,11 +10,13 @@ from shardwise.hardware import Cluster
 from shardwise.plan import Plan
 from shardwise.plan.limits import LIMITS
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import SHARDED, STRATEGIES
+from shardwise.plan.placement import ACROSS, STRATEGIES
 from shardwise.planner.engine_model import engine_model_of
 from shardwise.planner.fp8_devices import check_planned_fp8
 from shardwise.planner.job import Job
 from shardwise.planner.memory.peak import MemoryEstimate, estimate_job
+from shardwise.planner.memory.states import may_cross
+from shardwise.planner.search.dial import across_on
 from shardwise.planner.search.micro_batches import MicroBatches, largest_fitting, micro_batches_of
 from shardwise.planner.systems import OWN, System
 from shardwise.planner.time.band import TimeBand, time_band
@@ -264,13 +266,37 @@ def candidates(
 
     found = []
     for strategy in strategies:
-        for mesh in meshes(strategy, plan=plan, cluster=cluster):
-            ways = _recomputed(replace(plan, strategy=strategy, mesh=mesh), recomputes=recomputes)
+        for mesh, across in _places(strategy, plan=plan, cluster=cluster, optimizer=optimizer):
+            placed = replace(plan, strategy=strategy, mesh=mesh, across=across)
+            ways = _recomputed(placed, recomputes=recomputes)
             spec = spec_for(*ways)
             # Of a model without traces no activations are known.
             ways = ways if spec.traces else ways[:1]
             found.append(_best_way(ways, partial(at_best_batch, spec=spec), goal=goal, quick=quick))
-    return found
+    return [one for one in found if one.plan.across == plan.across or not _is_worse(one, found)]
+
+
+def _places(strategy: str, *, plan: Plan, cluster: Cluster, optimizer: str) -> list[tuple[Mesh, str]]:
+    """Return meshes, each with the strategy across them: the plan's, and on several nodes the one that shards most."""
+    return [
+        (mesh, across)
+        for mesh in meshes(strategy, plan=plan, cluster=cluster)
+        for across in dict.fromkeys(
+            (
+                plan.across if STRATEGIES[strategy].params.is_sharded else ACROSS[0],
+                across_on(mesh, rows=[strategy], base=plan, may_cross=may_cross(optimizer) and not plan.offload_states),
+            )
+        )
+    ]
+
+
+def _is_worse(one: Candidate, found: Sequence[Candidate]) -> bool:
+    """Return whether another mesh of its strategy needs no more memory and is no slower."""
+    rest = [other for other in found if other is not one and other.plan.strategy == one.plan.strategy]
+    return any(
+        other.memory.allocated_bytes <= one.memory.allocated_bytes and other.samples_per_s >= one.samples_per_s
+        for other in rest
+    )
 
 
 def _recomputed(plan: Plan, *, recomputes: Sequence[str]) -> list[Plan]:
@@ -307,7 +333,7 @@ def _passes(plan: Plan, *, batches: MicroBatches) -> list[Plan]:
     The second one needs less memory and sends more: it is taken where the first one does not fit.
     """
     has_passes = batches.passes > 1 or batches.samples is not None
-    if plan.accumulate_reduced or not has_passes or STRATEGIES[plan.strategy].grads is not SHARDED:
+    if plan.accumulate_reduced or not has_passes or not STRATEGIES[plan.strategy].grads.is_sharded:
         return [plan]
     return [plan, replace(plan, accumulate_reduced=True)]
 
@@ -361,7 +387,7 @@ def meshes(strategy: str, *, plan: Plan, cluster: Cluster) -> list[Mesh]:
         return [plan.mesh]
     num_ranks, per_node = cluster.num_ranks, cluster.devices_per_node
     flat = Mesh(shard=num_ranks)
-    if STRATEGIES[strategy].optim is not SHARDED:
+    if not STRATEGIES[strategy].optim.is_sharded:
         return [flat]
     nodes = sorted({1, 2 ** round(log2(cluster.num_nodes) / 2)}, reverse=True)
     shards = [per_node * count for count in nodes if count < cluster.num_nodes and cluster.num_nodes % count == 0]

@@ -9,7 +9,7 @@ from shardwise.spec import ROOT
 
 def chosen_text(plan: Plan, *, names: Sequence[str]) -> str:
     """Describe a plan's choices for the units of these names: `fsdp; recompute full in blocks.0 to blocks.22 …`."""
-    parts = [_split(names, of=lambda name: strategy_of(plan.placement(name)), word="")]
+    parts = [_split(names, of=lambda name: strategy_of(plan.placement(name)), word="") + plan.across_text]
     blocks = [name for name in names if name != ROOT]
     if any(plan.recompute_of(name) != "none" for name in blocks):
         parts.append(_split(blocks, of=plan.recompute_of, word="recompute "))

@@ -12,7 +12,7 @@ from math import inf
 from typing import NamedTuple
 
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import SHARDED, STRATEGIES
+from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.search.dial import Choice, Dial
 from shardwise.planner.search.dial_cost import DialCosts
 from shardwise.planner.search.micro_batches import MicroBatches
@@ -95,7 +95,7 @@ class Climb:
             # The row of the root, and that of all other units.
             yield replace(dial, root=row)
             yield replace(dial, choices=tuple(choice.on(row) for choice in dial.choices))
-        if any(STRATEGIES[choice.row].params is SHARDED for choice in dial.choices):
+        if any(STRATEGIES[choice.row].params.is_sharded for choice in dial.choices):
             yield from (replace(dial, prefetch=depth) for depth in _PREFETCHES if depth != dial.prefetch)
 
     def _marginals(self, dial: Dial) -> list[_Marginal]:

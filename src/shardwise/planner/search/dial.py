@@ -15,8 +15,9 @@ from itertools import groupby
 from typing import NamedTuple
 
 from shardwise.plan import Plan
+from shardwise.plan.limits import LIMITS
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import SHARDED, STRATEGIES
+from shardwise.plan.placement import ACROSS, STRATEGIES
 from shardwise.spec import ROOT, ModelSpec, UnitSpec
 
 _NUMBERED = re.compile(r"(.*?)(\d+)")
@@ -35,7 +36,7 @@ class Choice(NamedTuple):
 
     def on(self, row: str) -> "Choice":
         """Return the choice with another row; replicated states stay on the device."""
-        host = self.host if STRATEGIES[row].grads is SHARDED else self.host - {STATES}
+        host = self.host if STRATEGIES[row].grads.is_sharded else self.host - {STATES}
         return Choice(row, self.recompute, host)
 
 
@@ -78,25 +79,38 @@ def _likeness(unit: UnitSpec) -> tuple[object, ...]:
     return unit.class_name, tuple((param.shape, param.dtype, param.trainable) for param in unit.params)
 
 
-def plan_of(dial: Dial, *, names: Sequence[str], base: Plan) -> Plan:
-    """Return the plan that gives each unit its choice, with all other settings of `base`."""
+def plan_of(dial: Dial, *, names: Sequence[str], base: Plan, may_cross: bool = True) -> Plan:
+    """Return the plan that gives each unit its choice, with all other settings of `base`.
+
+    may_cross   optimizer state may be sharded over both axes of a mesh
+    """
     rows = {ROOT: dial.root} | {name: choice.row for name, choice in zip(names, dial.choices, strict=True)}
     ways = {name: choice.recompute for name, choice in zip(names, dial.choices, strict=True)}
+    on_host = _on_host(dial, STATES, names=names) or base.offload_states
     row, way = _usual(rows.values()), _usual(ways.values()) if ways else "none"
     return replace(
         base,
-        offload_states=_on_host(dial, STATES, names=names) or base.offload_states,
+        offload_states=on_host,
         offload_activations=_on_host(dial, ACTIVATIONS, names=names) or base.offload_activations,
         strategy=row,
         overrides=_patterns(rows, usual=row),
         recompute=way,
         recompute_overrides=_patterns(ways, usual=way),
         mesh=dial.mesh,
+        across=across_on(dial.mesh, rows=rows.values(), base=base, may_cross=may_cross and not on_host),
         prefetch=dial.prefetch,
         micro_batch=dial.batch,
         accumulate=dial.accumulate,
         accumulate_reduced=dial.accumulate_reduced,
     )
+
+
+def across_on(mesh: Mesh, *, rows: Iterable[str], base: Plan, may_cross: bool) -> str:
+    """Return the strategy of `base` across a mesh, or the one that shards the most; none where nothing is sharded."""
+    if mesh.replicate == 1 or not any(STRATEGIES[row].params.is_sharded for row in rows):
+        return ACROSS[0]
+    can = may_cross and LIMITS[base.engine].has("across") and not base.owned
+    return base.across if base.is_sharded_across or not can else ACROSS[-1]
 
 
 def _on_host(dial: Dial, what: str, *, names: Sequence[str]) -> bool | tuple[str, ...]:

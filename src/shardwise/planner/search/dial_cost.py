@@ -11,6 +11,7 @@ from shardwise.hardware import Cluster
 from shardwise.plan import Plan
 from shardwise.planner.engine_model import engine_model_of
 from shardwise.planner.job import Job
+from shardwise.planner.memory.states import may_cross
 from shardwise.planner.search.candidates import cluster_memory, fits_host
 from shardwise.planner.search.dial import Choice, Dial, equal_units, plan_of, turned_units
 from shardwise.planner.time.step_time import job_on, time_job
@@ -51,7 +52,7 @@ class DialCosts:
     def plan(self, dial: Dial) -> Plan:
         key = replace(dial, batch=1)
         if key not in self._plans:
-            self._plans[key] = plan_of(key, names=self.names, base=self.base)
+            self._plans[key] = plan_of(key, names=self.names, base=self.base, may_cross=may_cross(self.optimizer))
         return replace(self._plans[key], micro_batch=dial.batch)
 
     def _job(self, dial: Dial) -> Job:

@@ -73,7 +73,7 @@ def changes(plan: Plan) -> Iterator[Plan]:
     A smaller micro-batch comes with more passes, so that a step has as many samples.
     """
     every = strategies_of(plan.engine)
-    sharded = [replace(plan, strategy=name) for name in every[every.index(plan.strategy) + 1 :]]
+    sharded = [plan.under(name) for name in every[every.index(plan.strategy) + 1 :]]
     yield from (*sharded, *_recomputed(plan), *_smaller(plan))
     most_sharded = [plan, *sharded][-1]
     least = [most_sharded, *_recomputed(most_sharded)][-1]

@@ -4,7 +4,7 @@ from dataclasses import replace
 from math import inf
 
 from shardwise.plan.limits import LIMITS, strategies_of
-from shardwise.plan.placement import SHARDED, STRATEGIES
+from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.memory.states import needs_whole_matrices
 from shardwise.planner.search.candidates import capacity_bytes
 from shardwise.planner.search.dial import Choice, Dial
@@ -36,7 +36,7 @@ def first_fit_offloaded(costs: DialCosts, *, request: AutoRequest) -> tuple[Dial
     if not LIMITS[request.plan.engine].has("offload_states"):
         return costs, None
     rows = request.rows or strategies_of(request.plan.engine)
-    sharded = [row for row in rows if STRATEGIES[row].grads is SHARDED]
+    sharded = [row for row in rows if STRATEGIES[row].grads.is_sharded]
     for activations, states in ((True, False), (False, True), (True, True)):
         has_owners = request.plan.owned or needs_whole_matrices(request.optimizer)
         if states and (has_owners or not sharded):

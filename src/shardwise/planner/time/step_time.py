@@ -199,10 +199,13 @@ def _prepare(
 def timed_job(job: Job) -> Job:
     """Return the job whose step is timed: the shortened one only if each of its units is reduced by itself.
 
-    Otherwise a unit does not do the same as the one before it, and cannot stand for others.
+    Otherwise a unit does not do the same as the one before it, and cannot stand for others. Nor can one that waits for
+    its slice early in forward: later ones find theirs.
     """
     together = any(len(bucket.units) > 1 for bucket in job.program.buckets)
-    return job.unshortened if together or job.plan.offload_states or job.plan.updates_in_backward else job
+    returns = any(placement.optim.is_sharded_across for placement in job.placements.values())
+    differ = together or returns or job.plan.offload_states or job.plan.updates_in_backward
+    return job.unshortened if differ else job
 
 
 def _works(prepared: _Prepared, *, batch: int) -> list[WorkSeconds]:

@@ -6,7 +6,6 @@ from functools import partial
 from typing import ClassVar, assert_never
 
 from shardwise.hardware import Cluster
-from shardwise.plan.placement import SHARDED
 from shardwise.planner.job import Job
 from shardwise.planner.overhead import Overhead
 from shardwise.planner.sizes import MASTER_BYTES, UnitSizes
@@ -126,10 +125,14 @@ class TimeExecutor:
             case Kind.WAIT_REDUCE:
                 yield from self._wait_reduce(self.buckets[name])
             case Kind.REDUCE_SLICE:
-                yield from self._reduce_slice(name, self._reduced_bytes(self.buckets[name]))
+                yield self._reduce_slice(self.buckets[name])
             case Kind.WAIT_SLICE:
                 yield Instruction(WAIT, f"reduce slice {name}", 0, overhead.wait)
                 yield from self._deliver(self.buckets[name])
+            case Kind.GATHER_SLICE:
+                yield from self._gather_slice(operation)
+            case Kind.WAIT_GATHER_SLICE:
+                yield Instruction(WAIT, f"gather slice {name}", 0, overhead.wait)
             case Kind.REDUCE_FLAGS:
                 if not operation.is_local:
                     yield self._send("reduce flags", rings.world, rings.world.all_reduce_seconds(num_bytes))
@@ -186,6 +189,13 @@ class TimeExecutor:
             if self.overlap == "none" or (self.overlap == "gradients" and after_step):
                 yield Instruction(WAIT, f"gather {name}")
 
+    def _gather_slice(self, operation: Operation) -> Iterator[Instruction]:
+        """Cast this rank's part of its slice, and send that over the replicate axis."""
+        name, ring, sizes = operation.subject, self.rings.replicate, self.sizes[operation.subject]
+        cast = (operation.num_bytes + MASTER_BYTES * sizes.trainable / self.job.num_slices) / ring.num_ranks
+        yield self._copy(f"copy slice {name}", cast if sizes.is_cast else 0.0, launch=self.overhead.gather / 2)
+        yield self._send(f"gather slice {name}", ring, ring.gather_seconds(operation.num_bytes))
+
     def _gather_scales(self, operation: Operation) -> Iterator[Instruction]:
         """Read this rank's masters, and send as many numbers as there are weights."""
         ring = self.rings.shard
@@ -228,8 +238,12 @@ class TimeExecutor:
 
     def _slice_copied(self, name: str, num_bytes: int, *, elements: int) -> float:
         """Return the bytes of copying a rank's slice from the master into the buffer, unless they are the same."""
-        if self.job.placements[name].params is not SHARDED and not self.sizes[name].is_cast:
+        placement = self.job.placements[name]
+        if not placement.params.is_sharded and not self.sizes[name].is_cast:
             return 0.0
+        if placement.optim.is_sharded_across:
+            # The slice has the dtype of the buffer.
+            return 2 * num_bytes / self.job.num_slices
         return (num_bytes + MASTER_BYTES * elements) / self.job.num_slices
 
     def _take(self, name: str) -> Instruction:
@@ -245,7 +259,7 @@ class TimeExecutor:
 
     def _reduce(self, name: str, num_bytes: int, *, units: Sequence[str]) -> Instruction:
         rings = self.rings
-        if self.job.placements[units[0]].grads is not SHARDED:
+        if not self.job.placements[units[0]].grads.is_sharded:
             return self._send(f"reduce {name}", rings.world, rings.world.all_reduce_seconds(num_bytes))
         seconds = rings.shard.gather_seconds(num_bytes)
         if self.cluster.device.name == "cpu":
@@ -253,24 +267,25 @@ class TimeExecutor:
             seconds = rings.shard.all_reduce_seconds(num_bytes)
         return self._send(f"reduce {name}", rings.shard, seconds)
 
-    def _reduce_slice(self, name: str, num_bytes: int) -> Iterator[Instruction]:
-        """Sum the slices over the replicate axis of the mesh."""
-        if self.overhead.copies_slices:
-            yield self._copy(f"copy slice {name}", 2 * num_bytes // self.job.num_slices)
-        ring = self.rings.replicate
-        yield self._send(f"reduce slice {name}", ring, ring.all_reduce_seconds(num_bytes / self.job.num_slices))
+    def _reduce_slice(self, bucket: Bucket) -> Instruction:
+        """Sum a slice over the replicate axis of the mesh, or only this rank's part of it."""
+        ring, num_bytes = self.rings.replicate, self._reduced_bytes(bucket) / self.job.num_slices
+        scatters = self.job.placements[bucket.units[0]].grads.is_sharded_across and self.cluster.device.name != "cpu"
+        seconds = ring.gather_seconds(num_bytes) if scatters else ring.all_reduce_seconds(num_bytes)
+        return self._send(f"reduce slice {bucket.name}", ring, seconds)
 
     def _wait_reduce(self, bucket: Bucket) -> Iterator[Instruction]:
         """Wait, and average the gradients; slices that cross the replicate axis are averaged later (WAIT_SLICE)."""
         yield Instruction(WAIT, f"reduce {bucket.name}", 0, self.overhead.wait)
-        if self.job.placements[bucket.units[0]].grads is not SHARDED or self.rings.replicate.num_ranks == 1:
+        if not self.job.placements[bucket.units[0]].grads.is_sharded or self.rings.replicate.num_ranks == 1:
             yield from self._deliver(bucket)
+        elif self.overhead.copies_slices:
+            yield self._copy(f"copy slice {bucket.name}", 2 * self._reduced_bytes(bucket) // self.job.num_slices)
 
     def _deliver(self, bucket: Bucket) -> Iterator[Instruction]:
         """Average the gradients of this rank; with the last piece of a unit they are complete."""
         num_bytes, units = self._reduced_bytes(bucket), bucket.units
-        if self.job.placements[units[0]].grads is SHARDED:
-            num_bytes //= self.job.num_slices
+        num_bytes //= self.job.mesh.num_parts(self.job.placements[units[0]].grads.axes)
         if not self.overhead.divides:
             yield self._copy(f"average {bucket.name}", 2 * num_bytes, launch=self.overhead.deliver)
         if not bucket.is_last:
@@ -289,9 +304,10 @@ class TimeExecutor:
             sizes, weight = self.sizes[unit.name], job.weight(unit.name)
             in_matrices, num_matrices = matrix_sizes(unit, optimizer=job.optimizer)
             elements, tensors, grads = sizes.trainable - in_matrices, sizes.tensors - num_matrices, sizes.trainable
-            if job.placements[unit.name].optim is SHARDED:
-                elements, tensors = elements // job.num_slices, min(tensors, tensors // job.num_slices + 1)
-                grads //= job.num_slices
+            num_parts = job.mesh.num_parts(job.placements[unit.name].optim.axes)
+            if job.placements[unit.name].optim.is_sharded:
+                elements, tensors = elements // num_parts, min(tensors, tensors // num_parts + 1)
+                grads //= num_parts
             elif self.overhead.refreshes and sizes.is_cast:
                 # The parameters are cast to the compute dtype again.
                 refreshed += weight * (sizes.grad_bytes + MASTER_BYTES * sizes.trainable)
@@ -315,7 +331,7 @@ class TimeExecutor:
         if name in self.host.units:
             yield from self.host.update_in_backward(name)
             return
-        sizes, slices = self.sizes[name], self.job.num_slices
+        sizes, slices = self.sizes[name], self.job.mesh.num_parts(self.job.placements[name].optim.axes)
         tensors = min(sizes.tensors, sizes.tensors // slices + 1)
         launch, kernel = self._update_seconds(sizes.trainable // slices, tensors)
         yield self._work(f"update {name}", launch + self.overhead.step, kernel)
@@ -335,9 +351,11 @@ class TimeExecutor:
         return max((muon_seconds(matrices, device=self.cluster.device) for matrices in ranks), key=sum)
 
     def _clip(self, num_bytes: int) -> Iterator[Instruction]:
-        """Compute the norm of the rank's gradients, sum it over the shard axis, and scale the gradients."""
+        """Compute the norm of the rank's gradients, sum it over the axes that shard, and scale the gradients."""
         yield self._copy("norm", num_bytes)
-        if any(placement.optim is SHARDED for placement in self.job.placements.values()):
-            yield self._send("reduce norm", self.rings.shard, self.rings.shard.all_reduce_seconds(_NORM_BYTES))
-            yield Instruction(WAIT, "reduce norm", 0, self.overhead.wait)
+        axes = {axis for placement in self.job.placements.values() for axis in placement.optim.axes}
+        for axis, ring in (("replicate", self.rings.replicate), ("shard", self.rings.shard)):
+            if axis in axes:
+                yield self._send("reduce norm", ring, ring.all_reduce_seconds(_NORM_BYTES))
+                yield Instruction(WAIT, "reduce norm", 0, self.overhead.wait)
         yield self._copy("clip", 2 * num_bytes)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from shardwise.plan.placement import SHARDED, Placement
+from shardwise.plan.placement import Placement
 from shardwise.program.operations import OF_A_STEP, Bucket, Kind, Operation, Trigger
 from shardwise.spec import ROOT
 
@@ -20,6 +20,7 @@ class StepContext:
     update_gather_bytes   bytes of each unit that are gathered after an update, where ranks update slices
     owned_bytes   bytes of each unit's matrices with an owner, in the dtype in which they are stepped
     slice_bytes   only of buckets whose slices are reduced over a second axis of the mesh
+    num_slices    ranks of the shard axis
     broadcasts, scales   at the start of each forward: buffers of rank 0, and scales of weights that are gathered in fp8
     reduces       whether this pass reduces its gradients, or keeps them for a later pass
     alone         whether this rank is the only one of the job; `alone_on_shard`: the only one on its shard axis
@@ -38,6 +39,7 @@ class StepContext:
     update_gather_bytes: Mapping[str, int]
     owned_bytes: Mapping[str, int]
     slice_bytes: Mapping[str, int]
+    num_slices: int
     broadcasts: tuple[Operation, ...]
     scales: tuple[Operation, ...]
     flags: Operation
@@ -61,6 +63,10 @@ class StepContext:
         """Return the gather of the parameters that an update has changed."""
         return self._gather(unit, self.update_gather_bytes[unit])
 
+    def gather_slice(self, unit: str, *, num_bytes: int) -> Operation:
+        """Return the gather of this rank's slice over the replicate axis, where each rank has written a part of it."""
+        return Operation(kind=Kind.GATHER_SLICE, subject=unit, num_bytes=-(-num_bytes // self.num_slices))
+
     def _gather(self, unit: str, num_bytes: int) -> Operation:
         return Operation(kind=Kind.GATHER, subject=unit, num_bytes=num_bytes, is_local=self.alone_on_shard)
 
@@ -75,10 +81,20 @@ class StepContext:
 
     def sharded(self, unit: str) -> bool:
         """Return whether there is anything to gather and free."""
-        return self.placements[unit].params is SHARDED and self.gather_bytes[unit] > 0
+        return self.placements[unit].params.is_sharded and self.gather_bytes[unit] > 0
 
     def grads_sharded(self, bucket: Bucket) -> bool:
-        return self.placements[bucket.units[0]].grads is SHARDED
+        return self.placements[bucket.units[0]].grads.is_sharded
+
+    def is_reduced(self, bucket: Bucket) -> bool:
+        """Return whether this pass reduces a bucket: if not over all axes, then over the shard axis, so that what is
+        kept for a later pass is a slice.
+        """
+        return self.reduces or self.optim_crosses(bucket.units[0])
+
+    def optim_crosses(self, unit: str) -> bool:
+        """Return whether ranks of the replicate axis update parts of one slice."""
+        return self.placements[unit].optim.is_sharded_across
 
     def bucket_of(self, unit: str) -> Bucket | None:
         return next(iter(self.buckets_of(unit)), None)

@@ -1,6 +1,5 @@
 """Rows outside a step's program: units that are gathered for an evaluation, for another rank, or after an edit."""
 
-from shardwise.plan.placement import SHARDED
 from shardwise.program.operations import Kind, Operation, Row, Trigger
 from shardwise.program.rules.context import StepContext
 from shardwise.program.rules.learning import on_demand
@@ -36,8 +35,11 @@ def edited(context: StepContext) -> Row:
     """Return the row after owned slices got new values: free gathered units, gather replicated ones from the slices."""
     operations: tuple[Operation, ...] = ()
     for unit, placement in context.placements.items():
-        if placement.params is SHARDED:
+        if placement.optim.is_sharded_across and context.gather_bytes[unit]:
+            gather = context.gather_slice(unit, num_bytes=context.gather_bytes[unit])
+            operations += (gather, Operation(kind=Kind.WAIT_GATHER_SLICE, subject=unit))
+        if placement.params.is_sharded:
             operations += (Operation(kind=Kind.FREE, subject=unit),)
-        elif placement.optim is SHARDED and context.gather_bytes[unit]:
+        elif placement.optim.is_sharded and context.gather_bytes[unit]:
             operations += on_demand(unit, context)
     return Row(trigger=Trigger.EDITED, unit=ROOT, call=0, operations=operations)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from shardwise.plan import Plan
-from shardwise.plan.placement import SHARDED, Placement
+from shardwise.plan.placement import Placement
 
 MOST_GRADS = 2
 """Gradients of flat buffers that are on their way at once; the device waits for earlier ones."""
@@ -23,7 +23,7 @@ Item = TypeVar("Item")
 
 def has_states_on_host(unit: str, *, plan: Plan, placement: Placement) -> bool:
     """Return whether the states of a unit live in host memory."""
-    return placement.grads is SHARDED and plan.has_states_on_host(unit)
+    return placement.grads.is_sharded and plan.has_states_on_host(unit)
 
 
 def overdue(under_way: deque[Item], *, most: int) -> Iterator[Item]:

@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from shardwise.plan.placement import SHARDED
 from shardwise.program.operations import Bucket, Kind, Operation
 from shardwise.program.rules.context import Rules, StepContext, StepEvent, one_per_trigger
 from shardwise.spec import NONE, ROOT, UNANNOUNCED
@@ -13,7 +12,8 @@ from shardwise.spec import NONE, ROOT, UNANNOUNCED
 class State:
     """The state of a step: units that are whole or arriving, those that have arrived, and buckets being reduced.
 
-    `crossing`: the bucket whose slice is being reduced over a second axis of the mesh.
+    `crossing`: the bucket whose slice is being reduced over a second axis of the mesh. `returning`: units whose updated
+    slices are being gathered over it.
     """
 
     whole: frozenset[str]
@@ -21,6 +21,7 @@ class State:
     with_grads: frozenset[str] = frozenset()
     reducing: tuple[Bucket, ...] = ()
     crossing: Bucket | None = None
+    returning: frozenset[str] = frozenset()
 
 
 Outcome = tuple[State, tuple[Operation, ...]]
@@ -28,8 +29,14 @@ Outcome = tuple[State, tuple[Operation, ...]]
 
 def before_forward(state: State, event: StepEvent, context: StepContext) -> Outcome:
     """Gather this unit unless it is gathered, then those that come next, then wait for this one."""
+    at_start: tuple[Operation, ...] = ()
+    if event.unit == ROOT:
+        # Scales are those of all slices.
+        for unit in context.placements if context.scales else ():
+            state, arrived = _wait_gather_slice(state, unit)
+            at_start += arrived
+        at_start += context.at_start
     state, operations = _gather_and_wait(state, event.unit, context.calls[event.position + 1 :], context)
-    at_start = context.at_start if event.unit == ROOT else ()
     return state, (*at_start, *operations, Operation(kind=Kind.FORWARD, subject=event.unit))
 
 
@@ -71,7 +78,7 @@ def grads_ready(state: State, event: StepEvent, context: StepContext) -> Outcome
     state = replace(state, with_grads=state.with_grads | {event.unit})
     for bucket in context.buckets_of(event.unit):
         operations += (_take(bucket, event.unit),)
-        if context.reduces and state.with_grads.issuperset(bucket.units):
+        if context.is_reduced(bucket) and state.with_grads.issuperset(bucket.units):
             state, reduces = _reduce(state, bucket, context)
             operations += reduces
     return state, operations
@@ -83,7 +90,7 @@ def backward_done(state: State, event: StepEvent, context: StepContext) -> Outco
     for bucket in context.buckets:
         missing = [unit for unit in bucket.units if unit not in state.with_grads]
         operations += tuple(_take(bucket, unit) for unit in missing)
-        if missing and context.reduces:
+        if missing and context.is_reduced(bucket):
             state, reduces = _reduce(state, bucket, context)
             operations += reduces
     operations += (context.flags,) if context.reduces else ()
@@ -107,14 +114,19 @@ def after_step(state: State, event: StepEvent, context: StepContext) -> Outcome:
     """
     late = [unit for unit in context.placements if unit in state.whole and unit not in state.arrived]
     waits = tuple(Operation(kind=Kind.WAIT_GATHER, subject=unit) for unit in late)
+    for unit in context.placements:
+        state, arrived = _wait_gather_slice(state, unit)
+        waits += arrived
     in_order_of_use = dict.fromkeys((*context.calls, *context.placements))
     updated = [unit for unit in in_order_of_use if _gathered_after_update(unit, context)]
+    returning = [unit for unit in in_order_of_use if unit in _returning(context)]
     gathers = tuple(context.gather_updated(unit) for unit in updated)
+    gathers += tuple(context.gather_slice(unit, num_bytes=context.update_gather_bytes[unit]) for unit in returning)
     owned = [(unit, num_bytes) for unit, num_bytes in context.owned_bytes.items() if num_bytes]
     # The values and the gradients.
     there = tuple(_moved(Kind.TO_OWNERS, unit, 2 * size, context) for unit, size in owned)
     back = tuple(_moved(Kind.FROM_OWNERS, unit, size, context) for unit, size in owned)
-    state = replace(state, arrived=state.arrived - _under_way(updated, context))
+    state = replace(state, arrived=state.arrived - _under_way(updated, context), returning=frozenset(returning))
     return state, (*waits, *there, Operation(kind=Kind.UPDATE, subject=ROOT), *back, *gathers)
 
 
@@ -122,7 +134,8 @@ def first_state(context: StepContext) -> State:
     """Return the state that the previous step left."""
     replicated = frozenset(unit for unit in context.placements if not context.sharded(unit))
     updated = [unit for unit in replicated if _gathered_after_update(unit, context)]
-    return State(whole=replicated, arrived=replicated - _under_way(updated, context))
+    arrived = replicated - _under_way(updated, context)
+    return State(whole=replicated, arrived=arrived, returning=_returning(context))
 
 
 OURS = Rules(
@@ -135,13 +148,21 @@ OURS = Rules(
 def _gathered_after_update(unit: str, context: StepContext) -> bool:
     """Return whether each rank updates a slice of parameters that every rank holds whole (zero1, zero2)."""
     placement = context.placements[unit]
-    updated_in_slices = placement.params is not SHARDED and placement.optim is SHARDED
+    updated_in_slices = not placement.params.is_sharded and placement.optim.is_sharded
     return updated_in_slices and unit in context.trainable
+
+
+def _returning(context: StepContext) -> frozenset[str]:
+    """Return the units whose slices are gathered over the replicate axis after an update."""
+    return frozenset(unit for unit in context.trainable if context.optim_crosses(unit))
 
 
 def _gather_and_wait(state: State, unit: str, coming: tuple[str, ...], context: StepContext) -> Outcome:
     missing = [other for other in _wanted(unit, coming, context) if other not in state.whole]
-    operations = tuple(context.gather(other) for other in missing)
+    operations: tuple[Operation, ...] = ()
+    for other in missing:
+        state, returned = _wait_gather_slice(state, other)
+        operations += (*returned, context.gather(other))
     arrived = state.arrived | (set(missing) - _under_way(missing, context))
     state = replace(state, whole=state.whole | set(missing), arrived=arrived)
     if unit not in state.arrived:
@@ -193,7 +214,7 @@ def _wait_reduce(state: State, bucket: Bucket, context: StepContext) -> Outcome:
     In this order no link is idle in between: a slice is reduced while the next bucket is, and at most two slices are
     in flight.
     """
-    crosses = bucket.name in context.slice_bytes
+    crosses = bucket.name in context.slice_bytes and context.reduces
     sent: tuple[Operation, ...] = ()
     if crosses:
         num_bytes = context.slice_bytes[bucket.name]
@@ -208,3 +229,9 @@ def _wait_slice(state: State) -> Outcome:
     if state.crossing is None:
         return state, ()
     return replace(state, crossing=None), (Operation(kind=Kind.WAIT_SLICE, subject=state.crossing.name),)
+
+
+def _wait_gather_slice(state: State, unit: str) -> Outcome:
+    if unit not in state.returning:
+        return state, ()
+    return replace(state, returning=state.returning - {unit}), (Operation(kind=Kind.WAIT_GATHER_SLICE, subject=unit),)

@@ -15,7 +15,7 @@ from shardwise.bench.results import Bench
 from shardwise.errors import ShardwiseError
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import SHARDED, Placement, placement_of
+from shardwise.plan.placement import Placement, placement_of
 from shardwise.profile.memory_ledger import LedgerEntry, MemoryLedger
 from shardwise.program import Kind
 from shardwise.report.page.captions import beginning, caption
@@ -134,7 +134,7 @@ def _case(case: CaseResult, *, placements: Mapping[str, Placement], mesh: Mesh) 
         "name": case.strategy,
         "about": f"{next(in_words(placement))}; also known as {OTHER_NAMES[placement]}",
         "units": [
-            [name, "".join("S" if getattr(placements[name], state) is SHARDED else "R" for state in STATES)]
+            [name, "".join("S" if getattr(placements[name], state).is_sharded else "R" for state in STATES)]
             for name in names
         ],
         "subjects": [

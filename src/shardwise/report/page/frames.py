@@ -9,7 +9,7 @@ from itertools import pairwise
 from shardwise.bench.case_result import CaseResult
 from shardwise.bench.tape_spans import Happening
 from shardwise.errors import ShardwiseError
-from shardwise.plan.placement import SHARDED, Placement
+from shardwise.plan.placement import Placement
 from shardwise.program import Kind, Operation, crossing_buckets
 from shardwise.program.operations import COMPUTES, ON_BUCKETS, WAITS
 from shardwise.report.snapshots import Holding, RankState
@@ -85,7 +85,7 @@ def _check(operation: Operation, rank: RankState) -> None:
         return
     elif kind in _NEEDED and rank.units[name].num_params and rank.params[name] is not _NEEDED[kind]:
         raise WrongTape(f"the tape has {operation}, of which the ranks hold: {rank.params[name].value}")
-    elif kind is Kind.FREE and rank.placements[name].params is not SHARDED:
+    elif kind is Kind.FREE and not rank.placements[name].params.is_sharded:
         raise WrongTape(f"the tape has {operation}, which every rank holds whole all the time")
 
 
@@ -96,7 +96,7 @@ def _check_end(operations: Sequence[Operation], rank: RankState) -> None:
     for name, unit in rank.units.items():
         left = rank.params[name] if unit.num_params else Holding.SLICE
         # Gathers of replicated parameters that were updated in slices may reach into the next step.
-        is_home = left is Holding.SLICE if rank.placements[name].params is SHARDED else left is not Holding.DIFFERS
+        is_home = left is Holding.SLICE if rank.placements[name].params.is_sharded else left is not Holding.DIFFERS
         if not is_home or rank.grads[name] in (Holding.ON_ITS_WAY, Holding.DIFFERS):
             held = f"params {left.value}, grads {rank.grads[name].value}"
             raise WrongTape(f"the tape of {len(operations)} operations ends in the middle of {name} ({held})")

@@ -80,7 +80,7 @@ def _point_data(candidate: Candidate | None) -> dict[str, Any] | None:
 def _fixed_name(candidate: Candidate) -> str:
     plan = candidate.plan
     mesh = f" {plan.mesh}" if plan.mesh is not None and plan.mesh.replicate > 1 else ""
-    return f"{plan.strategy}{mesh}, recompute {plan.recompute}, batch {candidate.batch}"
+    return f"{plan.strategy}{mesh}{plan.across_text}, recompute {plan.recompute}, batch {candidate.batch}"
 
 
 def _rate(candidate: Candidate) -> float:

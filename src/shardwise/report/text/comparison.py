@@ -8,7 +8,7 @@ from rich.table import Table
 from shardwise.bench.case_result import NOT_MEASURABLE, CaseResult
 from shardwise.bench.modes import is_ours, without_mode
 from shardwise.bench.results import Bench
-from shardwise.plan.placement import SHARDED, placement_of
+from shardwise.plan.placement import placement_of
 from shardwise.report.text.plain_table import plain_table
 from shardwise.vocabulary.categories import CATEGORIES
 from shardwise.vocabulary.quantities import MIB, UnitOfMeasure, error_text, table_number, table_rate, table_unit
@@ -116,7 +116,7 @@ def _by(ran: Sequence[CaseResult]) -> str:
 def baseline(bench: Bench) -> CaseResult:
     """Return the case that × is relative to: our engine with nothing sharded, else the first case that ran."""
     ours = (case for case in bench.ran if is_ours(case.engine))
-    return next((case for case in ours if placement_of(case.strategy).optim is not SHARDED), bench.ran[0])
+    return next((case for case in ours if not placement_of(case.strategy).optim.is_sharded), bench.ran[0])
 
 
 def remarks(bench: Bench) -> Iterator[str]:

@@ -30,6 +30,7 @@ def as_data(candidate: Candidate) -> dict[str, Any]:
     return {
         "strategy": candidate.name,
         "mesh": {"replicate": plan.mesh.replicate, "shard": plan.mesh.shard},
+        "across": plan.across,
         "engine": plan.engine,
         "micro_batch": candidate.batch,
         "accumulate": plan.accumulate,
@@ -104,7 +105,7 @@ def as_table(candidates: Sequence[Candidate], *, recommended: int | None, choose
 def _name(candidate: Candidate) -> str:
     mesh = candidate.plan.mesh
     assert mesh is not None
-    return candidate.name + (f" {mesh}" if mesh.replicate > 1 else "")
+    return candidate.name + (f" {mesh}{candidate.plan.across_text}" if mesh.replicate > 1 else "")
 
 
 def _recompute(candidate: Candidate) -> str:

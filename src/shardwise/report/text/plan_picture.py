@@ -23,7 +23,8 @@ def explain_plan(spec: ModelSpec, *, plan: Plan, num_ranks: int) -> list[str]:
     meanings = []
     for placement in dict.fromkeys(plan.placements(names).values()):
         first, *rest = in_words(placement, num_groups=mesh.replicate)
-        meanings += [f"{strategy_of(placement)}: {first}", *(f"  {line}" for line in rest)]
+        across = plan.across_text if placement.optim.is_sharded_across else ""
+        meanings += [f"{strategy_of(placement)}{across}: {first}", *(f"  {line}" for line in rest)]
     return [
         f"{spec.name} on {mesh} ranks: {chosen_text(plan, names=names)}",
         "",

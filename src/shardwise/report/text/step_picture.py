@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import SHARDED, STRATEGIES, Placement, placement_of
+from shardwise.plan.placement import ACROSS, STRATEGIES, Placement, Where, placement_of
 from shardwise.program import Bucket, Kind, Trigger
 from shardwise.program.operations import ON_BUCKETS, WAITS
 from shardwise.report.snapshots import STATES, Holding, Snapshot, StepSnapshots, bucket_label, snapshots_of
@@ -20,6 +20,7 @@ WIDTH = 80
 GLYPHS: Mapping[Holding, str] = {
     Holding.WHOLE: "█",
     Holding.SLICE: "▂",
+    Holding.PART: "▁",
     Holding.ON_ITS_WAY: "░",
     Holding.DIFFERS: "▒",
     Holding.NOTHING: "·",
@@ -30,6 +31,11 @@ OTHER_NAMES: Mapping[Placement, str] = {
     STRATEGIES["zero2"]: "ZeRO-2",
     STRATEGIES["shard_grad_op"]: "SHARD_GRAD_OP, fully_shard without resharding",
     STRATEGIES["fsdp"]: "FULL_SHARD, ZeRO-3, fully_shard",
+} | {
+    placement_of(name, across=across): "states over all ranks, ZeRO++ hpZ, HFSDP"
+    for name, row in STRATEGIES.items()
+    for across in ACROSS[1:]
+    if row.params.is_sharded
 }
 _PHASES = {Trigger.BEFORE_FORWARD: "forward", Trigger.BEFORE_BACKWARD: "backward", Trigger.AFTER_STEP: "update"}
 # With more units than this, only the first ones and the last are drawn, so that a line fits into 80 columns.
@@ -51,10 +57,10 @@ def picture_model() -> ModelSpec:
 def explain(spec: ModelSpec, *, plan: Plan) -> list[str]:
     """Draw one step of a plan that has a mesh and the same placement for all units, 80 columns wide."""
     assert plan.mesh is not None
-    placement = placement_of(plan.strategy)
+    placement = placement_of(plan.strategy, across=plan.across)
     step = snapshots_of(spec, plan=plan, num_ranks=plan.mesh.num_ranks)
     return [
-        f"{plan.strategy}, also known as {OTHER_NAMES[placement]}",
+        f"{plan.strategy}{plan.across_text}, also known as {OTHER_NAMES[placement]}",
         *in_words(placement, num_groups=plan.mesh.replicate),
         "",
         *_owners(placement, mesh=plan.mesh),
@@ -73,6 +79,7 @@ def explain_as_data(spec: ModelSpec, *, plan: Plan) -> dict[str, Any]:
     return {
         "model": spec.name,
         "strategy": plan.strategy,
+        "across": plan.across,
         "ranks": plan.mesh.num_ranks,
         "replicate": plan.mesh.replicate,
         "prefetch": plan.prefetch,
@@ -109,11 +116,15 @@ def _snapshot_data(snapshot: Snapshot) -> dict[str, Any]:
 
 def in_words(placement: Placement, *, num_groups: int = 1) -> Iterator[str]:
     """Say what is sharded, then what happens to params, then to grads."""
-    sharded = [state for state in STATES if getattr(placement, state) is SHARDED]
+    where = {state: getattr(placement, state) for state in STATES}
+    sharded = [state for state in STATES if where[state].is_sharded]
     replicated = [state for state in STATES if state not in sharded]
     yield f"sharded: {', '.join(sharded) or 'nothing'}; replicated: {', '.join(replicated) or 'nothing'}"
-    if placement.params is not SHARDED:
-        if placement.optim is SHARDED:
+    if placement.optim.is_sharded_across:
+        crossing = [state for state in sharded if where[state].is_sharded_across]
+        yield f"over all ranks, not over those of one group: {', '.join(crossing)}"
+    if not placement.params.is_sharded:
+        if placement.optim.is_sharded:
             yield "params: each rank updates its slice, then the slices are gathered"
         else:
             yield "params: every rank makes the same update, so nothing is ever gathered"
@@ -121,9 +132,13 @@ def in_words(placement: Placement, *, num_groups: int = 1) -> Iterator[str]:
         yield "params: gathered before use and freed after it, in forward and again in backward"
     else:
         yield "params: gathered before forward, kept until backward is done with them"
-    if placement.grads is SHARDED and num_groups > 1:
+    if placement.optim.is_sharded_across:
+        yield f"        each rank updates its part of its slice, then the {num_groups} groups gather their slices"
+    if placement.grads.is_sharded_across:
+        yield f"grads:  reduce-scatter in each group, then over the {num_groups} groups: each rank keeps its part"
+    elif placement.grads.is_sharded and num_groups > 1:
         yield f"grads:  reduce-scatter; then the {num_groups} groups add up their sums of each slice"
-    elif placement.grads is SHARDED:
+    elif placement.grads.is_sharded:
         yield "grads:  reduce-scatter; each rank keeps the sum of its own slice"
     else:
         yield "grads:  all-reduce; every rank keeps the whole sum"
@@ -131,15 +146,16 @@ def in_words(placement: Placement, *, num_groups: int = 1) -> Iterator[str]:
 
 def _owners(placement: Placement, *, mesh: Mesh) -> Iterator[str]:
     """Draw which rank has which slice of every unit when the optimizer runs."""
-    num_ranks = mesh.num_ranks
+    num_ranks, num_parts = mesh.num_ranks, mesh.num_parts(placement.optim.axes - {"shard"})
+    num_cells = mesh.shard * num_parts
     if num_ranks == 1:
         yield "1 rank: its slice of a unit is all of it, and nothing is sent"
     elif mesh.replicate > 1:
         groups = f"{num_ranks} ranks in {mesh.replicate} groups"
-        yield f"{groups}; what each has of every unit, in {mesh.shard} slices, at the update:"
+        yield f"{groups}; what each has of every unit, in {num_cells} slices, at the update:"
     else:
         yield f"{num_ranks} ranks; what each has of every unit, in {num_ranks} slices, at the update:"
-    cells = _shortened(range(mesh.shard), most=_MAX_SLICES)
+    cells = _shortened(range(num_cells), most=_MAX_SLICES)
     width = max(len(cells), len("params")) + 2
     label_width = len(f"  rank {num_ranks - 1}") + 2
     yield " " * label_width + "".join(f"{state:{width}}" for state in STATES).rstrip()
@@ -149,11 +165,20 @@ def _owners(placement: Placement, *, mesh: Mesh) -> Iterator[str]:
             continue
         line = f"  rank {rank}".ljust(label_width)
         for state in STATES:
-            owned = range(mesh.shard) if getattr(placement, state) is not SHARDED else [rank % mesh.shard]
+            owned = _owned_cells(getattr(placement, state), rank=rank, mesh=mesh, num_parts=num_parts)
             held = [Holding.WHOLE if cell in owned else Holding.NOTHING for cell in cells]
             drawn = ("…" if cell is None else GLYPHS[one] for cell, one in zip(cells, held, strict=True))
             line += "".join(drawn).ljust(width)
         yield line.rstrip()
+
+
+def _owned_cells(where: Where, *, rank: int, mesh: Mesh, num_parts: int) -> range:
+    """Return the cells, `num_parts` of each slice, that a rank has of what is sharded so."""
+    group, index = mesh.coordinates(rank)
+    if not where.is_sharded:
+        return range(mesh.shard * num_parts)
+    first = index * num_parts
+    return range(first + group, first + group + 1) if where.is_sharded_across else range(first, first + num_parts)
 
 
 def _shortened(numbers: range, *, most: int) -> list[int | None]:
@@ -172,7 +197,10 @@ def step_lines(step: StepSnapshots, *, spec: ModelSpec) -> Iterator[str]:
     peak = step.peak
     unit = _unit(peak.held_bytes)
     yield f"rank 0 in one step of {spec.name} ({len(spec.units)} units, {spec.num_params:,} parameters)"
-    yield "  ".join(f"{glyph} {held.value}" for held, glyph in GLYPHS.items())
+    has_parts = Holding.PART in step.snapshots[0].holds["optim"].values()
+    held = [held for held in GLYPHS if held is not Holding.PART]
+    yield "  ".join(f"{GLYPHS[one]} {one.value}" for one in held)
+    yield from [f"{GLYPHS[Holding.PART]} {Holding.PART.value}, one per group of ranks"] if has_parts else []
     yield from _heads([label for _, label in columns], cell_width=cell_width, unit=unit)
     phase = ""
     for snapshot in _with_gaps(step, shown={name for name, _ in columns}):
@@ -275,8 +303,8 @@ def sum_lines(step: StepSnapshots) -> Iterator[str]:
     unit = _unit(peak)
     start = fixed_text(step.snapshots[0].held_bytes, unit=unit)
     yield f"held: {start} between steps, when grads are dropped; {fixed(peak, unit=unit)} at the peak (◀)"
-    gathers, *parts = (step.sent_bytes(kind) for kind in (Kind.GATHER, Kind.REDUCE, Kind.REDUCE_SLICE))
-    reduces = sum(parts)
+    gathers = step.sent_bytes(Kind.GATHER) + step.sent_bytes(Kind.GATHER_SLICE)
+    reduces = step.sent_bytes(Kind.REDUCE) + step.sent_bytes(Kind.REDUCE_SLICE)
     owned = step.sent_bytes(Kind.TO_OWNERS) + step.sent_bytes(Kind.FROM_OWNERS)
     total = gathers + reduces + owned
     unit = _unit(total)

@@ -60,7 +60,7 @@ def name_of(candidate: Candidate) -> str:
     """Return the strategy, and the mesh if both of its axes are used."""
     mesh = candidate.plan.mesh
     assert mesh is not None
-    return candidate.name + (f" on {mesh}" if mesh.replicate > 1 else "")
+    return candidate.name + (f"{candidate.plan.across_text} on {mesh}" if mesh.replicate > 1 else "")
 
 
 def _clauses(found: Recommendation, best: Candidate) -> Iterator[str]:

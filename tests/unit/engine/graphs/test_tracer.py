@@ -173,3 +173,55 @@ def test_a_counter_is_counted_outside_of_its_graph() -> None:
     (graph,) = set(graphs[1:])
     assert graph.numbers is not None
     assert len(graph.free) == 1
+
+
+class Looking(Block):
+    """Multiplies by what comes later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors: dict[str, float] = {}
+
+    def forward(self, x: Tensor, **others: Tensor) -> Tensor:
+        try:
+            x = x * self.factors["factor"]
+        except KeyError:
+            x = x + 1
+        return super().forward(x)
+
+
+class CountingForAll(Block):
+    calls = 0
+
+    def forward(self, x: Tensor, **others: Tensor) -> Tensor:
+        type(self).calls += 1
+        return super().forward(x) * self.calls
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"), [(Looking, "it looks up a key"), (CountingForAll, "it writes an attribute of a class")]
+)
+def test_code_that_would_be_traced_wrongly_runs_in_python_and_what_it_calls_is_traced(
+    kind: type[Block], why: str
+) -> None:
+    CountingForAll.calls = 0
+    block, tracer, x = kind(), Tracer(), torch.ones(2, 4)
+    result, ran = called(tracer, block.forward, x)
+    CountingForAll.calls = 0
+    assert torch.equal(result, block(x))
+    assert ran
+    assert tracer.why_not.startswith(why)
+
+
+def test_the_users_own_compiled_functions_look_up_and_write_as_before() -> None:
+    called(Tracer(), Looking().forward, torch.ones(2, 4))
+    graphs: list[Any] = []
+
+    def backend(module: torch.fx.GraphModule, examples: Any) -> Any:
+        graphs.append(module)
+        return module.forward
+
+    for block in (Looking(), CountingForAll()):
+        before = len(graphs)
+        torch.compile(block, backend=backend, fullgraph=True)(torch.ones(2, 4))
+        assert len(graphs) == before + 1

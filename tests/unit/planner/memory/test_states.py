@@ -4,6 +4,7 @@ import pytest
 
 from shardwise.errors import UnknownName
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import SHARDED, STRATEGIES
 from shardwise.planner.memory.constants import RULES
 from shardwise.planner.memory.states import OPTIMIZERS, StateSetting, optimizer_of, unit_states
@@ -26,7 +27,7 @@ def test_each_state_is_whole_or_a_slice(strategy: str, precision: str) -> None:
         placement=placement,
         setting=StateSetting(
             plan=Plan(strategy=strategy, precision=precision),
-            num_slices=4,
+            mesh=Mesh(shard=4),
             optimizer=OPTIMIZERS["adamw-foreach"],
             rules=RULES["cpu"],
         ),
@@ -51,7 +52,7 @@ def test_states_in_host_memory_take_nothing_but_step_counts(update: str) -> None
     held = unit_states(
         UNIT,
         placement=STRATEGIES["fsdp"],
-        setting=StateSetting(plan=plan, num_slices=4, optimizer=OPTIMIZERS["adamw-fused"], rules=RULES["cuda"]),
+        setting=StateSetting(plan=plan, mesh=Mesh(shard=4), optimizer=OPTIMIZERS["adamw-fused"], rules=RULES["cuda"]),
     )
     counts = held.optim if update == "device" else 0
     assert (held.params, held.optim) == (0, counts)

@@ -7,7 +7,7 @@ import pytest
 from shardwise.models.specs.shipped import ready_spec
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import SHARDED, STRATEGIES
+from shardwise.plan.placement import ACROSS, SHARDED, STRATEGIES, placement_of
 from shardwise.program import Kind, build
 from shardwise.report.snapshots import STATES, Holding, StepSnapshots, snapshots_of
 from shardwise.report.text.step_picture import GLYPHS, OTHER_NAMES, explain, explain_as_data, picture_model
@@ -82,7 +82,7 @@ def test_the_header_shows_which_rank_owns_which_slice() -> None:
 
 
 def test_every_row_of_the_table_has_its_other_names_and_every_state_its_glyph() -> None:
-    assert set(OTHER_NAMES) == set(STRATEGIES.values())
+    assert set(OTHER_NAMES) == {placement_of(name, across=across) for name in STRATEGIES for across in ACROSS}
     assert set(GLYPHS) == set(Holding)
     assert len(set(GLYPHS.values())) == len(GLYPHS)
 

@@ -33,6 +33,8 @@ class DdpMemory(MemoryExecutor):
                 | Kind.FREE
                 | Kind.REDUCE_SLICE
                 | Kind.WAIT_SLICE
+                | Kind.GATHER_SLICE
+                | Kind.WAIT_GATHER_SLICE
                 | Kind.REDUCE_FLAGS
                 | Kind.GATHER_SCALES
                 | Kind.TO_OWNERS

@@ -59,6 +59,8 @@ class FullyShardMemory(MemoryExecutor):
                 | Kind.BACKWARD
                 | Kind.REDUCE_SLICE
                 | Kind.WAIT_SLICE
+                | Kind.GATHER_SLICE
+                | Kind.WAIT_GATHER_SLICE
                 | Kind.REDUCE_FLAGS
                 | Kind.BROADCAST
                 | Kind.GATHER_SCALES

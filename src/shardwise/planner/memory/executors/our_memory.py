@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import assert_never
 
-from shardwise.plan.placement import SHARDED
 from shardwise.planner.memory.executors.setting import MemoryExecutor, MemorySetting
 from shardwise.planner.memory.replay import Recategorize, TakeGrads
 from shardwise.planner.trace_order import do_nothing, skipped_action
@@ -28,8 +27,8 @@ class OurMemory(MemoryExecutor):
         # Gradients on their way to host memory.
         self._sent: deque[int] = deque()
         self._with_buffer: set[str] = set()
-        # Whether buffers exist from an earlier pass of this step.
-        self._has_buffers = setting.plan.accumulate > 1 and not setting.plan.accumulate_reduced
+        # Whether this pass adds to what earlier ones of this step have kept.
+        self._adds = setting.plan.accumulate > 1 and not setting.plan.accumulate_reduced
 
     def action(self, operation: Operation, row: Row) -> Action:
         name, kind = operation.subject, operation.kind
@@ -55,7 +54,14 @@ class OurMemory(MemoryExecutor):
             case Kind.UPDATE:
                 return self._update
             case (
-                Kind.WAIT_GATHER | Kind.BACKWARD | Kind.REDUCE | Kind.REDUCE_FLAGS | Kind.BROADCAST | Kind.GATHER_SCALES
+                Kind.WAIT_GATHER
+                | Kind.GATHER_SLICE
+                | Kind.WAIT_GATHER_SLICE
+                | Kind.BACKWARD
+                | Kind.REDUCE
+                | Kind.REDUCE_FLAGS
+                | Kind.BROADCAST
+                | Kind.GATHER_SCALES
             ):
                 # In place, in existing buffers.
                 return do_nothing
@@ -70,9 +76,10 @@ class OurMemory(MemoryExecutor):
         setting = self.setting
         found = {"grads": 0, "reduce": 0, "other": 4 * setting.num_params}
         for unit, states in setting.states.items():
-            kept = setting.rules.keeps_reduce_buffers and setting.placements[unit].grads is not SHARDED
-            if self._has_buffers:
-                found["reduce"] += setting.weight(unit) * states.reduce
+            kept = setting.rules.keeps_reduce_buffers and not setting.placements[unit].grads.is_sharded
+            if self._adds:
+                keeps_slices = setting.placements[unit].optim.is_sharded_across
+                found["reduce"] += setting.weight(unit) * (sum(states.reduce_slices) if keeps_slices else states.reduce)
             elif kept or (setting.plan.accumulate > 1 and not self._leaves_at_once(unit)):
                 found["grads"] += setting.weight(unit) * (states.reduce if kept else states.grads)
         return found
@@ -84,7 +91,7 @@ class OurMemory(MemoryExecutor):
     # Parameters
 
     def _gather(self, unit: str) -> None:
-        if self.setting.placements[unit].params is SHARDED and unit not in self._gathered:
+        if self.setting.placements[unit].params.is_sharded and unit not in self._gathered:
             self._gathered.add(unit)
             self._change("gathered", *self._gathered_bytes(unit))
 
@@ -92,7 +99,7 @@ class OurMemory(MemoryExecutor):
 
     def _take_grads(self, bucket: Bucket, unit: str) -> None:
         """Allocate the bucket's buffer for the first unit that has gradients for it."""
-        if not self._is_kept(bucket) and not self._has_buffers:
+        if not self._is_kept(bucket) and not self._has_buffer(bucket):
             if bucket.name not in self._with_buffer:
                 self._with_buffer.add(bucket.name)
                 self._change("reduce", self._buffer_bytes(bucket)[0])
@@ -107,7 +114,8 @@ class OurMemory(MemoryExecutor):
             self._deliver(bucket)
 
     def _reduce_slice(self, bucket: Bucket) -> None:
-        self._change("reduce", self._crossing_bytes(bucket))
+        if not self._has_slice(bucket):
+            self._change("reduce", self._crossing_bytes(bucket)[0])
         self._release_buffer(bucket)
 
     def _deliver(self, bucket: Bucket) -> None:
@@ -124,7 +132,10 @@ class OurMemory(MemoryExecutor):
 
     def _deliver_slices(self, bucket: Bucket, grads: int, others: int) -> None:
         crosses, unit = bucket.name in self._crossing, bucket.units[0]
-        crossed, leaves = self._crossing_bytes(bucket), self._leaves_at_once(unit)
+        (crossed, of_others), leaves = self._crossing_bytes(bucket), self._leaves_at_once(unit)
+        if crosses and crossed == grads and not leaves and self._has_slice(bucket):
+            self.changes.append(Recategorize(before="reduce", after="grads", num_bytes=crossed, others=others))
+            return
         if crosses and crossed == grads and not leaves:
             # The slice has the dtype of the gradients, and becomes them.
             self.changes.append(Recategorize(before="reduce", after="grads", num_bytes=crossed))
@@ -138,7 +149,7 @@ class OurMemory(MemoryExecutor):
         elif leaves and bucket.is_last:
             self._change("grads", -grads)
         if crosses:
-            self._change("reduce", -crossed)
+            self._change("reduce", -crossed, -of_others if self._has_slice(bucket) else 0)
         else:
             self._release_buffer(bucket)
 
@@ -176,10 +187,10 @@ class OurMemory(MemoryExecutor):
     def _release_buffer(self, bucket: Bucket) -> None:
         """Free the buffer of sharded gradients after the slice was copied."""
         buffer, others = self._buffer_bytes(bucket)
-        self._change("reduce", -buffer, -others if self._has_buffers else 0)
+        self._change("reduce", -buffer, -others if self._has_buffer(bucket) else 0)
 
     def _is_sharded(self, bucket: Bucket) -> bool:
-        return self.setting.placements[bucket.units[0]].grads is SHARDED
+        return self.setting.placements[bucket.units[0]].grads.is_sharded
 
     def _is_kept(self, bucket: Bucket) -> bool:
         """Return whether the buffer is kept from step to step."""
@@ -191,9 +202,19 @@ class OurMemory(MemoryExecutor):
         sizes = [self.setting.with_others(states[unit].reduces[bucket.piece], unit) for unit in bucket.units]
         return sum(size for size, _ in sizes), sum(others for _, others in sizes)
 
-    def _crossing_bytes(self, bucket: Bucket) -> int:
-        """Return the bytes of this rank's slice of a bucket's buffer."""
-        return sum(self.setting.states[unit].reduce_slices[bucket.piece] for unit in bucket.units)
+    def _has_slice(self, bucket: Bucket) -> bool:
+        """Return whether earlier passes have left the slice of a bucket, summed over the shard axis."""
+        return self._adds and self.setting.placements[bucket.units[0]].optim.is_sharded_across
+
+    def _has_buffer(self, bucket: Bucket) -> bool:
+        """Return whether earlier passes have left the buffer of a bucket."""
+        return self._adds and not self._has_slice(bucket)
+
+    def _crossing_bytes(self, bucket: Bucket) -> tuple[int, int]:
+        """Return the bytes of this rank's slice of a bucket's buffer, and of the units that its units stand for."""
+        states = self.setting.states
+        sizes = [self.setting.with_others(states[unit].reduce_slices[bucket.piece], unit) for unit in bucket.units]
+        return sum(size for size, _ in sizes), sum(others for _, others in sizes)
 
     # Matrices with owners
 
