@@ -10,10 +10,10 @@ from late import LateCollectives
 from ranks import run_ranks
 from whole import whole
 
+from shardwise import accumulate
 from shardwise.comm.collectives import BackendCollectives
 from shardwise.engine.core.tape import TapeEntry
 from shardwise.engine.engine import engine_of, tape
-from shardwise.engine.prepared.accumulate import accumulate
 from shardwise.engines import prepare
 from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan

@@ -105,7 +105,8 @@ def as_table(candidates: Sequence[Candidate], *, recommended: int | None, choose
 def _name(candidate: Candidate) -> str:
     mesh = candidate.plan.mesh
     assert mesh is not None
-    return candidate.name + (f" {mesh}{candidate.plan.across_text}" if mesh.replicate > 1 else "")
+    across = f"+{candidate.plan.across}" if candidate.plan.is_sharded_across else ""
+    return candidate.name + (f" {mesh}{across}" if mesh.replicate > 1 else "")
 
 
 def _recompute(candidate: Candidate) -> str:
