@@ -45,7 +45,7 @@ from validate_time import (
 
 PAGES = (ROOT / "docs" / "planner.md", ROOT / "docs" / "measured-planner.md")
 MEMORY = ROOT / "benchmarks" / "results" / "validate_memory_h200.json"
-EXAMPLE = ("llama-3.1-8b", "--cluster", "8xh100-80gb", "--recompute", "full")
+EXAMPLE = ("llama-3.1-8b", "--cluster", "8xh100-80gb")
 
 Found = tuple[list[Checked], list[LeftOut]]
 

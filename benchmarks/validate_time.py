@@ -151,8 +151,16 @@ def nine_of_ten(errors: Sequence[float]) -> float:
 
 
 def inside(found: Sequence[Checked]) -> str:
-    count = sum(one.is_inside for one in found)
-    return f"{count} of {len(found)} ({count / len(found):.0%})"
+    return _share([one.is_inside for one in found])
+
+
+def within(found: Sequence[Checked], *, error: float) -> str:
+    """Say how many errors are at most this: a wide band has many rows inside, whatever they are worth."""
+    return _share([abs(one.error) <= error for one in found])
+
+
+def _share(hits: Sequence[bool]) -> str:
+    return f"{sum(hits)} of {len(hits)} ({sum(hits) / len(hits):.0%})"
 
 
 # Printing
@@ -183,13 +191,13 @@ def summary(found: Sequence[Checked]) -> Iterator[str]:
         "held out": [one for one in timed(found) if one.row.is_held_out],
         "all": timed(found),
     }
-    yield "| rows | count | median error | nine of ten | inside their band | median band |"
-    yield "|---|---|---|---|---|---|"
+    yield "| rows | count | median error | nine of ten | inside their band | median band | within 10% |"
+    yield "|---|---|---|---|---|---|---|"
     for name, half in halves.items():
         errors = [abs(one.error) for one in half]
         yield (
             f"| {name} | {len(half)} | {statistics.median(errors):.1%} | {nine_of_ten(errors):.1%} | {inside(half)} | "
-            f"{statistics.median(one.band for one in half):.1%} |"
+            f"{statistics.median(one.band for one in half):.1%} | {within(half, error=0.1)} |"
         )
 
 

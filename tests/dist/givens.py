@@ -64,6 +64,7 @@ def givens(names: Iterable[str], *, rank: int) -> dict[str, Any]:
         "optimizer": lambda: optimizer,
         "loader": lambda: _batches(rank),
         "dataset": lambda: list(torch.randn(32, 8)),
+        "sampler": lambda: shardwise.DistributedSampler(list(range(32))),
         "DataLoader": lambda: torch.utils.data.DataLoader,
         "micro_batches": lambda: _batches(rank),
         "batch": lambda: _batches(rank)[0],

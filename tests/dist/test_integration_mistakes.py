@@ -16,6 +16,7 @@ from training import line
 
 import shardwise
 from shardwise import Plan, Task
+from shardwise.errors import InvalidModel
 from shardwise.integrations.asked_plan import asked_plan
 from shardwise.vocabulary import tested_versions
 
@@ -70,6 +71,18 @@ def trainers(rank: int, folder: str) -> None:
         setattr(args, name, before)
     prepared, _ = shardwise.prepare(make_llama(), None, Plan())
     assert "has been through shardwise.prepare already" in line(lambda: make(model=prepared))
+
+
+@pytest.mark.timeout(120)
+def test_mixin_after_its_trainer_is_one_line() -> None:
+    needs("transformers")
+    from transformers import Trainer
+
+    from shardwise.integrations import ShardwiseMixin
+
+    type("Right", (type("Own", (ShardwiseMixin, Trainer), {}),), {})
+    with pytest.raises(InvalidModel, match=r"^class Wrong\(Trainer, ShardwiseMixin\): the mixin comes first: "):
+        type("Wrong", (Trainer, ShardwiseMixin), {})
 
 
 @pytest.mark.timeout(180)

@@ -5,7 +5,8 @@ import json
 from typer import Exit
 
 from shardwise.cli import plan_flags as flags
-from shardwise.cli.plan_question import PAGE_CLUSTER, PAGE_MODEL, PlanOptions, question_of
+from shardwise.cli.plan_options import PlanOptions
+from shardwise.cli.plan_question import PAGE_CLUSTER, PAGE_MODEL, question_of
 from shardwise.cli.shared_options import (
     AsJson,
     ImageSize,
@@ -32,7 +33,7 @@ def plan(
     lengths: flags.Lengths = None,
     image: ImageSize = None,
     precision: Precision = "bf16",
-    recompute: flags.Recompute = "none",
+    recompute: flags.Recompute = None,
     global_batch: flags.GlobalBatch = None,
     accumulate: flags.Accumulate = 1,
     accumulate_reduced: flags.AccumulateReduced = None,

@@ -1,13 +1,14 @@
 """Computes the answer of `shardwise plan`: candidates, the solver's plan, the recommendation, and what options add."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwise.cli.plan_options import PlanOptions
 from shardwise.cli.strategies import strategies_for_engine, strategy_names
 from shardwise.errors import InvalidPlan
-from shardwise.hardware import Cluster
 from shardwise.models.reference import Model
 from shardwise.plan import Plan
 from shardwise.plan.placement import AUTO, STRATEGIES
@@ -32,13 +33,18 @@ _CLEARLY_FASTER = 0.95
 class PlanQuestion(AutoRequest):
     """The options of the command: the solver's request, and what else is to be shown.
 
+    options       as they were given; `ask` makes the question of other ones, and `find_ways` looks for some that fit
     spec_for      of the model; a caller may watch what is asked for
     system        the system that is predicted, if it is another one; `like`: what it has set, as a sentence
     strategy      a strategy, all of them, or auto: all of them and the solver's plan
     num_tokens, price_per_gpu_hour    of a complete training run, whose cost is then shown
+    row_recomputes    the recompute modes that a strategy may have, which takes the best; none: that of the plan
     quick         without the allocator's model, the solver, and what is said about other plans
     """
 
+    options: PlanOptions
+    ask: "Callable[[PlanOptions], PlanQuestion]"
+    find_ways: "Callable[[PlanQuestion], list[WayOut]]"
     model: Model
     spec_for: SpecFor
     strategy: str
@@ -46,9 +52,19 @@ class PlanQuestion(AutoRequest):
     like: str = ""
     num_tokens: float | None = None
     price_per_gpu_hour: float | None = None
+    row_recomputes: tuple[str, ...] = ()
     scales: bool = False
     has_frontier: bool = False
     has_timeline: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WayOut:
+    """Options whose own answer fits: `candidate` is its recommended row. `change`: what differs, in a few words."""
+
+    change: str
+    options: PlanOptions
+    candidate: Candidate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +72,7 @@ class PlanAnswer:
     """The answer.
 
     found           the rows of the table; `recommendation.index` is one of them
-    ways            where nothing fits: the smallest changes with which something does
+    ways            where nothing fits: changes with which something does
     fits            whether any of them fits
     needed_bytes_per_s    bandwidth of a node below which communication bounds the recommended plan; None for one node
     captured   the recommended plan with units as CUDA graphs, as a run has them by default; None unless that is clearly
@@ -68,7 +84,7 @@ class PlanAnswer:
     found: list[Candidate]
     recommendation: Recommendation
     why: str
-    ways: list[Candidate]
+    ways: list[WayOut]
     fits: bool
     needed_bytes_per_s: float | None
     captured: Candidate | None
@@ -81,35 +97,25 @@ class PlanAnswer:
     def save(self, path: Path) -> None:
         if self.recommendation.best is None:
             raise InvalidPlan(f"--save {path}: {self.why}")
-        self.recommendation.best.plan.save(path)
+        self.saved(self.recommendation.best).save(path)
+
+    def saved(self, one: Candidate) -> Plan:
+        """Return the plan for a file: with a mesh only if one was asked for, or it has two axes."""
+        return one.plan if self.question.plan.mesh is not None else one.plan.for_any_ranks
 
 
 def answer(question: PlanQuestion) -> PlanAnswer:
-    strategies = _strategies(question)
-    cluster = with_budget(question.cluster, budget_bytes=question.budget_bytes)
     spec_for, optimizer = question.spec_for, question.optimizer
-    found = candidates(
-        spec_for,
-        plan=question.plan,
-        strategies=strategies,
-        cluster=cluster,
-        optimizer=optimizer,
-        goal=question.goal,
-        system=question.system,
-        global_batch=question.global_batch,
-        quick=question.quick,
-    )
-    ways: list[Candidate] = []
+    found = fixed_candidates(question, quick=question.quick)
     if AUTO in strategy_names(question.strategy, mesh=question.plan.mesh) and not question.quick:
         found, chosen, why = _with_auto(question, found)
     else:
         chosen = recommend(found, goal=question.goal, spec_for=spec_for, optimizer=optimizer, quick=question.quick)
         why = reasons(chosen)
-        if chosen.reason is Reason.NOTHING_FITS and not question.quick:
-            from shardwise.planner.search.way_out import ways_out
-
-            ways = ways_out(spec_for, plan=question.plan, strategies=strategies, cluster=cluster, optimizer=optimizer)
-            why = no_fit(ways, asked=question.plan, found=found)
+    ways: list[WayOut] = []
+    if chosen.reason is Reason.NOTHING_FITS and not question.quick:
+        ways = question.find_ways(question)
+        why = no_fit(found, has_ways=bool(ways))
     return PlanAnswer(
         question=question,
         found=found,
@@ -120,10 +126,26 @@ def answer(question: PlanQuestion) -> PlanAnswer:
         needed_bytes_per_s=_needed(question, chosen.best),
         captured=_captured(question, chosen.best),
         compiled=_compiled(question, chosen.best),
-        scaling=_scaling(question, found=found, cluster=cluster),
+        scaling=_scaling(question, found=found),
         frontier=_frontier(question),
         training=_training(question, found),
         spans=_spans(question, chosen.best),
+    )
+
+
+def fixed_candidates(question: PlanQuestion, *, quick: bool) -> list[Candidate]:
+    """Return the rows of the table without the solver's."""
+    return candidates(
+        question.spec_for,
+        plan=question.plan,
+        strategies=_strategies(question),
+        cluster=with_budget(question.cluster, budget_bytes=question.budget_bytes),
+        optimizer=question.optimizer,
+        goal=question.goal,
+        system=question.system,
+        global_batch=question.global_batch,
+        quick=quick,
+        recomputes=question.row_recomputes,
     )
 
 
@@ -150,6 +172,11 @@ def _with_auto(question: PlanQuestion, found: list[Candidate]) -> tuple[list[Can
     except NoPlanFits as error:
         return found, Recommendation(index=None, reason=Reason.NOTHING_FITS), str(error)
     best = solved.candidate
+    fitting = [one for one in found if one.fits == "yes" and one.time is not None]
+    fastest = max(fitting, key=lambda one: one.samples_per_s, default=best)
+    if question.goal == "throughput" and fastest.samples_per_s > best.samples_per_s > 0:
+        # The solver looks at fewer batches; it need not be behind a row of the table for that.
+        best = replace(fastest, label=AUTO)
     names = [unit.name for unit in question.spec_for(best.plan).units]
     why = f"{chosen_text(best.plan, names=names)} ({solved.num_replays} plans were replayed)"
     reason = Reason.SMALLEST_PEAK if question.goal == "memory" else Reason.FASTEST
@@ -209,13 +236,20 @@ def _needed(question: PlanQuestion, best: Candidate | None) -> float | None:
     return needed_bytes_per_s(job, batch=best.batch, cluster=cluster, system=question.system)
 
 
-def _scaling(question: PlanQuestion, *, found: list[Candidate], cluster: Cluster) -> "list[Scaled] | None":
+def _scaling(question: PlanQuestion, *, found: list[Candidate]) -> "list[Scaled] | None":
     if not question.scales:
         return None
     from shardwise.planner.search.scale import scaling
 
     fixed = [one for one in found if not one.label]
-    return scaling(question.spec_for, plan=question.plan, found=fixed, cluster=cluster, optimizer=question.optimizer)
+    return scaling(
+        question.spec_for,
+        plan=question.plan,
+        found=fixed,
+        cluster=with_budget(question.cluster, budget_bytes=question.budget_bytes),
+        optimizer=question.optimizer,
+        recomputes=question.row_recomputes,
+    )
 
 
 def _frontier(question: PlanQuestion) -> "list[FrontierPoint] | None":

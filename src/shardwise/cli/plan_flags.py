@@ -75,7 +75,13 @@ Across = Annotated[
         "--across", help="What is sharded over the mesh's replicate axis: ddp, zero1, zero2 (default: ddp and zero2)."
     ),
 ]
-Recompute = Annotated[str, Option("--recompute", help="none, full, selective; for some units: full,blocks.[0-8]=none.")]
+Recompute = Annotated[
+    str | None,
+    Option(
+        "--recompute",
+        help="none, selective, full; for some units: full,blocks.[0-8]=none (default: the fastest that fits).",
+    ),
+]
 ReduceDtype = Annotated[
     str | None, Option("--reduce-dtype", help="What gradients are summed in: fp32 (default), bf16 or fp16.")
 ]

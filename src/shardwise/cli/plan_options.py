@@ -1,12 +1,16 @@
-"""Parses the options of `shardwise plan`: counts, meshes, recompute, clusters."""
+"""The options of `shardwise plan` as one value, and how they are parsed: counts, meshes, recompute, clusters."""
 
 import re
+import shlex
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.shared_options import OPTIMIZERS
 from shardwise.cli.strategies import comma_separated
 from shardwise.errors import InvalidPlan, UnknownName
 from shardwise.plan.mesh import Mesh
+from shardwise.plan.policy import AUTO_UNITS
 from shardwise.vocabulary.quantities import byte_count
 
 if TYPE_CHECKING:
@@ -15,6 +19,72 @@ if TYPE_CHECKING:
 GOALS = ("throughput", "memory")
 OFFLOADS = ("states", "activations")
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """The options that say what is planned, as they are typed; `plan_flags.py` describes them."""
+
+    model: str
+    cluster: str
+    fabric_gbps: float | None = None
+    strategy: str | None = None
+    micro_batch: int | None = None
+    seq: int | None = None
+    lengths: str | None = None
+    image: int | None = None
+    precision: str = "bf16"
+    recompute: str | None = None
+    global_batch: int | None = None
+    accumulate: int = 1
+    accumulate_reduced: bool | None = None
+    update: str = "step"
+    mesh: str | None = None
+    across: str | None = None
+    units: str = AUTO_UNITS
+    reduce_dtype: str | None = None
+    budget: str | None = None
+    host_memory: str | None = None
+    offload: str | None = None
+    lora: int | None = None
+    lora_targets: str | None = None
+    quantize: str | None = None
+    optimizer: str = "adamw"
+    goal: str = "throughput"
+    engine: str | None = None
+    devices: Path | None = None
+    software: str | None = None
+    attention: str | None = None
+    matmul: str | None = None
+    norms: str | None = None
+    matmul_precision: str | None = None
+    compile: str = "none"
+    capture: str = "auto"
+    like: str = ""
+    overlap: str | None = None
+    tile: tuple[str, ...] = ()
+    loss: str | None = None
+    here: bool = False
+    tokens: str | None = None
+    price: float | None = None
+    frontier: bool = False
+    scale: bool = False
+    timeline: bool = False
+
+    @property
+    def command(self) -> str:
+        """The command with these options; those that have their default are left out."""
+        words = ["shardwise", "plan", self.model]
+        for field in fields(self):
+            value, name = getattr(self, field.name), f"--{field.name.replace('_', '-')}"
+            if field.name == "model" or value is None or value == field.default:
+                continue
+            if isinstance(value, bool):
+                words += [name] if value else []
+            else:
+                for one in value if isinstance(value, tuple) else (value,):
+                    words += [name, str(one)]
+        return shlex.join(words)
 
 
 def check_names(*, optimizer: str, goal: str = "throughput") -> None:

@@ -18,7 +18,7 @@ from shardwise.report.text.queue_lanes import as_data as spans_as_data
 from shardwise.report.text.queue_lanes import as_lanes
 from shardwise.report.text.verdict import verdict
 from shardwise.spec.largest_unit import why_hardly_cut
-from shardwise.vocabulary.quantities import GIB, fixed_text, step_seconds_text
+from shardwise.vocabulary.quantities import GIB, digits, fixed_text, step_seconds_text
 
 
 def as_data(shown: PlanAnswer) -> dict[str, Any]:
@@ -36,6 +36,10 @@ def as_data(shown: PlanAnswer) -> dict[str, Any]:
         "like": shown.question.like or None,
         "host": "probed" if shown.found[0].cluster.device.host is not None else "assumed",
         "candidates": [candidate_data(candidate) for candidate in shown.found],
+        "ways": [
+            {"change": way.change, "command": way.options.command, "candidate": candidate_data(way.candidate)}
+            for way in shown.ways
+        ],
         **{name: None if one is None else candidate_data(one) for name, one in others.items()},
     }
     if shown.training is not None:
@@ -54,7 +58,11 @@ def show(shown: PlanAnswer) -> None:
 
     console = Console()
     console.print(_heading(shown), highlight=False, markup=False)
-    console.print(as_table(shown.found, recommended=shown.recommendation.index))
+    console.print(
+        as_table(
+            shown.found, recommended=shown.recommendation.index, chooses_recompute=bool(shown.question.row_recomputes)
+        )
+    )
     console.print(legend())
     if shown.training:
         console.print(training_table(shown.training))
@@ -77,9 +85,10 @@ def _heading(shown: PlanAnswer) -> str:
     room = f" ({fixed_text(capacity, unit=GIB)} each)" if capacity else ""
     loss = f", {model.loss} loss" if model.has_other_loss else ""
     units = f", units {plan.units}" if plan.units != AUTO_UNITS else ""
+    recompute = "" if shown.question.row_recomputes else f", recompute {plan.recompute}"
     return (
-        f"{model.reference} on {first.cluster}{room}: {plan.precision}, recompute "
-        f"{plan.recompute}{seq}{units}, engine {plan.engine}{loss}"
+        f"{model.reference} on {first.cluster}{room}: {plan.precision}{recompute}{seq}{units}, engine "
+        f"{plan.engine}{loss}"
     )
 
 
@@ -91,10 +100,18 @@ def remarks(shown: PlanAnswer) -> Iterator[str]:
     if not first.memory.activations_known:
         yield "States only: activations are unknown and not included."
     yield verdict(shown.recommendation, why=shown.why)
+    for way in shown.ways:
+        yield f"- {way.change}: {_cost_of(way.candidate)}: {way.options.command}"
     best_or_first = shown.recommendation.best or first
     yield from _about_memory(shown, best_or_first)
     yield from _about_time(shown, best_or_first)
     yield from _about_tables(shown)
+
+
+def _cost_of(way: Candidate) -> str:
+    rate = way.time.tokens_per_s_per_gpu if way.time is not None else None
+    speed = f", {digits(rate)} tokens/s per GPU" if rate is not None else ""
+    return f"{fixed_text(way.memory.device_bytes, unit=GIB)}{speed}"
 
 
 def _about_memory(shown: PlanAnswer, best_or_first: Candidate) -> Iterator[str]:
@@ -122,6 +139,18 @@ def _about_memory(shown: PlanAnswer, best_or_first: Candidate) -> Iterator[str]:
         )
 
 
+def _times(one: Candidate) -> str:
+    """Say how far a time may be off; of a kind that was never measured, between which speeds it may be."""
+    band, time = one.time_band, one.time
+    if time is None or band.is_of_a_measured_kind:
+        return f"times {band}"
+    rate, counted = time.tokens_per_s_per_gpu, "tokens/s per GPU"
+    if rate is None:
+        rate, counted = time.samples_per_s, "samples/s"
+    slowest, fastest = digits(rate / (1 + band.upper)), digits(rate / (1 - band.lower))
+    return f"not measured on this kind of device: between {slowest} and {fastest} {counted}"
+
+
 def _about_time(shown: PlanAnswer, best_or_first: Candidate) -> Iterator[str]:
     first = shown.found[0]
     fits = f"fits means peak + {first.memory_band:.0%} ≤ capacity; " if first.capacity_bytes else ""
@@ -129,7 +158,7 @@ def _about_time(shown: PlanAnswer, best_or_first: Candidate) -> Iterator[str]:
         shown.question.model.spec_for(best_or_first.plan), plan=best_or_first.plan, cluster=best_or_first.cluster
     )
     of_best = f" of {best_or_first.name}" if first.time is not None else ""
-    time = f"times {best_or_first.time_band}; comm = exposed communication"
+    time = f"{_times(best_or_first)}; comm = exposed communication"
     yield f"Predicted, not measured; {fits}{f'time{of_best} is not predicted: {unknown}' if unknown else time}."
     if unknown is None and needs_whole_matrices(shown.question.optimizer):
         yield "The time of Muon's update is computed from its matrix products; it was not compared with measurements."

@@ -2,7 +2,7 @@
 
 import webbrowser
 
-from shardwise.cli.plan_question import PlanOptions
+from shardwise.cli.plan_options import PlanOptions
 from shardwise.cli.plan_service import PlanService
 from shardwise.errors import InvalidPlan
 from shardwise.report.planner_page.planner_server import PlannerServer

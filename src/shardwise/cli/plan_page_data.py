@@ -5,15 +5,16 @@ from typing import Any
 
 import tomli_w
 
-from shardwise.cli.plan_answer import PlanAnswer
+from shardwise.cli.plan_answer import PlanAnswer, WayOut
+from shardwise.cli.plan_options import PlanOptions
 from shardwise.cli.plan_output import as_data, remarks
-from shardwise.cli.plan_question import PlanOptions
+from shardwise.cli.plan_settings import as_settings
 from shardwise.hardware import Cluster
 from shardwise.planner.search.candidates import Candidate
 from shardwise.planner.search.recommend import best_of
 from shardwise.planner.time.step_time import timeline
 from shardwise.report.text.queue_lanes import as_data as spans_as_data
-from shardwise.report.text.verdict import changed_options, in_host_memory, name_of
+from shardwise.report.text.verdict import name_of
 
 
 def answer_data(found: PlanAnswer, *, options: PlanOptions, chosen: str) -> dict[str, Any]:
@@ -38,8 +39,8 @@ def answer_data(found: PlanAnswer, *, options: PlanOptions, chosen: str) -> dict
         "optimizer": options.optimizer,
         "rows": _rows(found),
         "labels": [name_of(candidate) for candidate in found.found],
-        "files": [tomli_w.dumps(candidate.plan.to_dict()) for candidate in found.found],
-        "ways": [_way(way, found=found) for way in found.ways],
+        "files": [tomli_w.dumps(found.saved(candidate).to_dict()) for candidate in found.found],
+        "ways": [_way(way, options=options) for way in found.ways],
         "remarks": [] if found.question.quick else list(remarks(found)),
         "command": options.command,
         "chosen": index,
@@ -77,14 +78,8 @@ def _shape(cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def _way(way: Candidate, *, found: PlanAnswer) -> dict[str, Any]:
-    """Return the setting of a way out, and the text of its button."""
-    options = changed_options(way, asked=found.question.plan, found=found.found)
-    setting = {name.removeprefix("--").replace("-", "_"): value or "1" for name, value in options.items()}
-    texts = [f"{name.removeprefix('--')} {value}".strip() for name, value in options.items()]
-    if way.cluster.num_ranks != found.found[0].cluster.num_ranks:
-        setting["cluster"] = str(way.cluster)
-        texts.insert(0, f"{way.cluster.num_ranks} GPUs")
-    *before, last = texts
-    text = f"{', '.join(before)} and {last}" if before else last
-    return {"text": f"{text}{in_host_memory(way)}", "setting": setting}
+def _way(way: WayOut, *, options: PlanOptions) -> dict[str, Any]:
+    """Return the settings of a way out that differ, and the text of its button."""
+    before, after = as_settings(options), as_settings(way.options)
+    changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    return {"text": way.change, "setting": {name: after.get(name, "") for name in changed}}

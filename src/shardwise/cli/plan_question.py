@@ -1,12 +1,12 @@
-"""The options of `shardwise plan` as one value, the question that they ask, and the command that gives them."""
+"""The question that the options of `shardwise plan` ask."""
 
-import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from shardwise.cli.plan_options import (
+    PlanOptions,
     check_names,
     hybrid_mesh,
     parse_count,
@@ -21,7 +21,6 @@ from shardwise.errors import InvalidPlan, UnknownName
 from shardwise.models.adaptation import adaptation_of
 from shardwise.plan.limits import LIMITS, EngineLimits
 from shardwise.plan.placement import ACROSS
-from shardwise.plan.policy import AUTO_UNITS
 from shardwise.planner.systems import System, system_of
 from shardwise.spec.losses import LEAN, LOSSES, USUAL
 from shardwise.vocabulary.quantities import byte_count
@@ -33,72 +32,6 @@ if TYPE_CHECKING:
 
 PAGE_MODEL, PAGE_CLUSTER = "llama-3.1-8b", "8xh100-80gb"
 """What the planner page opens with, where nothing is given."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions:
-    """The options that say what is planned, as they are typed; `plan_flags.py` describes them."""
-
-    model: str
-    cluster: str
-    fabric_gbps: float | None = None
-    strategy: str | None = None
-    micro_batch: int | None = None
-    seq: int | None = None
-    lengths: str | None = None
-    image: int | None = None
-    precision: str = "bf16"
-    recompute: str = "none"
-    global_batch: int | None = None
-    accumulate: int = 1
-    accumulate_reduced: bool | None = None
-    update: str = "step"
-    mesh: str | None = None
-    across: str | None = None
-    units: str = AUTO_UNITS
-    reduce_dtype: str | None = None
-    budget: str | None = None
-    host_memory: str | None = None
-    offload: str | None = None
-    lora: int | None = None
-    lora_targets: str | None = None
-    quantize: str | None = None
-    optimizer: str = "adamw"
-    goal: str = "throughput"
-    engine: str | None = None
-    devices: Path | None = None
-    software: str | None = None
-    attention: str | None = None
-    matmul: str | None = None
-    norms: str | None = None
-    matmul_precision: str | None = None
-    compile: str = "none"
-    capture: str = "auto"
-    like: str = ""
-    overlap: str | None = None
-    tile: tuple[str, ...] = ()
-    loss: str | None = None
-    here: bool = False
-    tokens: str | None = None
-    price: float | None = None
-    frontier: bool = False
-    scale: bool = False
-    timeline: bool = False
-
-    @property
-    def command(self) -> str:
-        """The command with these options; those that have their default are left out."""
-        words = ["shardwise", "plan", self.model]
-        for field in fields(self):
-            value, name = getattr(self, field.name), f"--{field.name.replace('_', '-')}"
-            if field.name == "model" or value is None or value == field.default:
-                continue
-            if isinstance(value, bool):
-                words += [name] if value else []
-            else:
-                for one in value if isinstance(value, tuple) else (value,):
-                    words += [name, str(one)]
-        return shlex.join(words)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,7 +168,9 @@ def question_of(
 ) -> "PlanQuestion":
     """Return the question that the options ask; a caller with many questions keeps the clusters and the models."""
     from shardwise.cli.plan_answer import PlanQuestion
+    from shardwise.cli.ways_out import ways_out
     from shardwise.plan import Plan
+    from shardwise.planner.search.request import RECOMPUTES
 
     check_names(goal=options.goal, optimizer=options.optimizer)
     where, chosen, model = cluster_of(options), settings_of(options), named(options)
@@ -254,10 +189,13 @@ def question_of(
         engine=chosen.engine,
         compile=options.compile,
         capture=options.capture,
-        **parse_recompute(options.recompute),
+        **parse_recompute(options.recompute or "none"),
         **parse_offload(options.offload),
     )
     return PlanQuestion(
+        options=options,
+        ask=partial(question_of, cluster_of=cluster_of, named=named),
+        find_ways=ways_out,
         model=model,
         spec_for=model.spec_for,
         plan=plan,
@@ -269,6 +207,8 @@ def question_of(
         like=chosen.text,
         budget_bytes=None if options.budget is None else byte_count(options.budget, key="--budget"),
         global_batch=options.global_batch,
+        # Another system recomputes nothing unless it is told to.
+        row_recomputes=RECOMPUTES if options.recompute is None and not chosen.system.name else (),
         num_tokens=parse_count(options.tokens, option="--tokens"),
         price_per_gpu_hour=options.price,
         scales=options.scale,

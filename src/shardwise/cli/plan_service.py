@@ -11,8 +11,9 @@ from threading import Lock
 from typing import Any
 
 from shardwise.cli.plan_answer import PlanAnswer, PlanQuestion, answer
+from shardwise.cli.plan_options import PlanOptions
 from shardwise.cli.plan_page_data import answer_data, chosen_row
-from shardwise.cli.plan_question import PlanOptions, cluster_for, model_for, question_of
+from shardwise.cli.plan_question import cluster_for, model_for, question_of
 from shardwise.cli.plan_settings import as_settings, asked_options
 from shardwise.errors import InvalidPlan
 from shardwise.hardware import Cluster, Device
@@ -151,6 +152,8 @@ class PlanService:
         return self._kept_model(options)
 
     def _kept_model(self, options: PlanOptions) -> Model:
+        if options.lora is not None and options.lora != self._options.lora:
+            raise InvalidPlan(f"--lora {options.lora}: the page was opened without it")
         key = options.model, options.seq
         if key not in self._models:
             is_own = options.model == self._options.model

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from shardwise.cli.plan_question import PlanOptions
+from shardwise.cli.plan_options import PlanOptions
 from shardwise.errors import InvalidPlan, UnknownName
 
 

@@ -82,9 +82,10 @@ def rent(
     )
     host_bytes = parse_host_memory(host_memory, option="--host-memory-per-gpu")
     listed = prices(price or (), host_bytes=host_bytes)
+    named_kinds = [name for name, one in listed.items() if not one.date]
     devices = {device_of(kind): one for kind, one in listed.items()}
     with status_line(f"Planning {model} on {len(devices)} kinds of GPU …"):
-        found = rentals(named.spec_for, devices=devices, wish=wish, looks=None if every else LOOKS)
+        found = rentals(named.spec_for, devices=devices, wish=wish, looks=None if every else LOOKS, named=named_kinds)
     best = recommended(found, wish=wish)
     if as_json:
         rows = [rental_data(one, price=listed[one.candidate.cluster.device.name]) for one in found]
@@ -97,7 +98,7 @@ def rent(
     if best is None:
         raise Exit(1)
     if save is not None:
-        best.candidate.plan.save(save)
+        best.candidate.plan.for_any_ranks.save(save)
 
 
 def _show(

@@ -46,6 +46,16 @@ class ShardwiseMixin:
     model: Any
     optimizer: Any
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        before = [one for one in cls.__mro__ if not issubclass(one, ShardwiseMixin)]
+        first = next((one for one in before if hasattr(one, "training_step")), None)
+        if first is not None and cls.__mro__.index(first) < cls.__mro__.index(ShardwiseMixin):
+            raise InvalidModel(
+                f"class {cls.__name__}({first.__name__}, ShardwiseMixin): the mixin comes first: "
+                f"class {cls.__name__}(ShardwiseMixin, {first.__name__})"
+            )
+
     def __init__(self, *arguments: Any, plan: Plan | str = "ddp", memory: bool | int = False, **options: Any) -> None:
         warn_if_untested("transformers")
         self._asked_plan = plan

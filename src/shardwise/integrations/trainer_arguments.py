@@ -9,8 +9,8 @@ from shardwise.plan import Plan
 
 # Setting → what to do instead. All of them are off by default.
 _FOREIGN = {
-    "fsdp": "set plan.strategy = 'fsdp' (or shard_grad_op)",
-    "deepspeed": "set plan.strategy (zero1, zero2, fsdp)",
+    "fsdp": "remove fsdp=: the plan has the strategy, plan='fsdp'",
+    "deepspeed": "remove deepspeed=: the plan has the strategy, such as plan='zero2'",
     "parallelism_config": "set plan.mesh",
     "ddp_find_unused_parameters": "leave it out: unused parameters are found",
     "ddp_bucket_cap_mb": "set plan.bucket_bytes",

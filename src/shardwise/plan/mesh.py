@@ -54,8 +54,8 @@ class Mesh:
         """Raise an error if the job has another number of ranks than the mesh."""
         if num_ranks != self.num_ranks:
             raise InvalidPlan(
-                f"mesh {self} is {self.num_ranks} ranks, but the job has {num_ranks}: "
-                f"set mesh.replicate × mesh.shard = {num_ranks}, or leave the mesh out"
+                f"mesh {self} is {self.num_ranks} ranks, but the job has {num_ranks}: leave the mesh out of the plan "
+                f"(shardwise train … --set plan.mesh=), or set mesh.replicate × mesh.shard = {num_ranks}"
             )
 
     def __str__(self) -> str:

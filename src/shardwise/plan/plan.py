@@ -255,6 +255,12 @@ class Plan(PlanKeys):
         with refusing(InvalidPlan):
             return cls(**values_of(cls)(data, ""))
 
+    @property
+    def for_any_ranks(self) -> "Plan":
+        """The plan without its mesh, if that has a single axis: ranks are then all of the job's."""
+        is_flat = self.mesh is not None and self.mesh.replicate == 1
+        return replace(self, mesh=None) if is_flat else self
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as TOML; an error leaves no partial file."""
         import tomli_w

@@ -28,7 +28,7 @@ time/fabric_range.py    a step over another fabric, and the bandwidth that it ne
 traffic.py              the bytes that a rank sends in a step
 search/candidates.py    plans for a cluster, each at its best batch
 search/recommend.py     the recommended plan, and why
-search/way_out.py       the smallest changes that fit, if nothing does
+search/larger_clusters.py   more of the same devices, as they are rented
 search/scale.py         the best plan on 8 to 16,384 devices
 search/request.py       a request for a plan, and what follows from it
 search/auto.py          `strategy = "auto"`: a request and a budget → one plan

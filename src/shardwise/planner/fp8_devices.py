@@ -14,7 +14,7 @@ def check_planned_fp8(spec: ModelSpec, *, plan: Plan, device: Device) -> None:
     if device.torch_type == "cuda" and device.fp8_flops_per_s is None:
         raise InvalidPlan(
             f"precision = 'fp8' on {device.name}: it has no fp8 products, as far as the hardware table knows (Ada, "
-            "Hopper and Blackwell have); use precision bf16"
+            "Hopper, Blackwell and CDNA 3 have); use precision bf16"
         )
     why = why_no_layer(spec, plan=plan)
     if why:

@@ -9,6 +9,7 @@ from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.search.candidates import Candidate, candidates
 from shardwise.planner.search.recommend import recommend
+from shardwise.planner.search.request import RECOMPUTES
 from shardwise.report.text.verdict import reasons
 from shardwise.vocabulary.html_table import html_table
 from shardwise.vocabulary.quantities import bytes_text
@@ -66,7 +67,8 @@ def predict(
         shardwise.predict("llama-3.1-8b", cluster="8xh100-80gb", plan=Plan(precision="bf16", recompute="full"))
 
     `model` and `cluster` are those of `shardwise plan`, or the model is a Task. `plan` gives all settings but the
-    strategy (default: bf16); where it has no micro_batch, the largest that fits is taken.
+    strategy (default: bf16, and the recompute that is the fastest that fits); where it has no micro_batch, the largest
+    that fits is taken.
     """
     named, where = Model(model, seq=seq), cluster_of(cluster)
     found = candidates(
@@ -76,6 +78,7 @@ def predict(
         cluster=where,
         optimizer=optimizer,
         goal=goal,
+        recomputes=RECOMPUTES if plan is None else (),
     )
     chosen = recommend(found, goal=goal, spec_for=named.spec_for, optimizer=optimizer)
     return Predictions(

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,11 @@ import pytest
 
 from shardwise.cli.app import main
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import STRATEGIES
+from shardwise.planner.search.auto import Solved
+from shardwise.planner.search.candidates import SpecFor, cost
+from shardwise.planner.search.request import AutoRequest
 from shardwise.vocabulary.categories import CATEGORIES
 
 
@@ -29,7 +34,7 @@ def test_the_json_is_the_contract(capfd: pytest.CaptureFixture[str]) -> None:
     data = as_json(capfd, "gpt2-124m", "--cluster", "8xh100-80gb")
     assert set(data) == {
         *("model", "cluster", "recommended", "why", "like", "fabric", "software", "host", "candidates"),
-        *("captured", "compiled"),
+        *("captured", "compiled", "ways"),
     }
     assert [candidate["strategy"] for candidate in data["candidates"]] == list(STRATEGIES)
     assert data["candidates"][data["recommended"]]["strategy"] == "ddp"
@@ -88,7 +93,7 @@ def test_a_host_memory_that_is_no_size_is_one_line(capfd: pytest.CaptureFixture[
 
 
 def test_the_table_says_what_fits_and_which_to_take(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run("llama-3.1-8b", "--cluster", "8xh100-80gb", "--micro-batch", "1") == 0
+    assert run("llama-3.1-8b", "--cluster", "8xh100-80gb", "--micro-batch", "1", "--recompute", "none") == 0
     out = capfd.readouterr().out
     assert "Recommended: fsdp" in out
     assert "not measured" in out
@@ -98,8 +103,34 @@ def test_the_table_says_what_fits_and_which_to_take(capfd: pytest.CaptureFixture
 
 
 def test_what_does_not_fit_names_a_way_out_and_exits_with_1(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run("llama-3.1-8b", "--cluster", "8xh100-80gb", "--micro-batch", "2") == 1
-    assert "fits with --recompute" in capfd.readouterr().out
+    assert run("llama-3.1-8b", "--cluster", "8xh100-80gb", "--micro-batch", "2", "--recompute", "none") == 1
+    out = capfd.readouterr().out
+    assert "\n- recompute activations: " in out
+    assert out.rpartition("tokens/s per GPU: ")[2].startswith("shardwise plan llama-3.1-8b --cluster 8xh100-80gb")
+
+
+def test_without_recompute_every_strategy_has_the_best_mode(capfd: pytest.CaptureFixture[str]) -> None:
+    asked = ("llama-3.1-8b", "--cluster", "8xh100-80gb", "--micro-batch", "2")
+    fixed = [as_json(capfd, *asked, "--recompute", "full")["candidates"]]
+    for way in ("none", "selective"):
+        run(*asked, "--recompute", way, "--json")
+        fixed.append(json.loads(capfd.readouterr().out)["candidates"])
+    chosen = as_json(capfd, *asked)["candidates"]
+    for number, one in enumerate(chosen):
+        rows = [rows[number] for rows in fixed]
+        fitting = [row for row in rows if row["fits"] == "yes"]
+        if fitting:
+            assert one == max(fitting, key=lambda row: row["samples_per_s"])
+        else:
+            assert one["peak_bytes"]["device"] == min(row["peak_bytes"]["device"] for row in rows)
+    assert {one["recompute"] for one in chosen} > {"selective"}, "rows differ"
+    assert run(*asked) == 0
+    assert "recompute batch" in capfd.readouterr().out
+
+
+def test_another_system_recomputes_nothing_by_itself(capfd: pytest.CaptureFixture[str]) -> None:
+    (one,) = as_json(capfd, "llama-3.1-8b", "--cluster", "64xh100-80gb", "--like", "torch-fsdp")["candidates"][-1:]
+    assert one["recompute"] == "none"
 
 
 def test_passes_that_must_reduce_say_so(capfd: pytest.CaptureFixture[str]) -> None:
@@ -154,10 +185,11 @@ def test_the_saved_plan_can_be_loaded(tmp_path: Path, capfd: pytest.CaptureFixtu
     plan = Plan.load(path)
     assert plan.strategy == "fsdp"
     assert plan.precision == "bf16"
-    assert plan.mesh is not None
-    assert plan.mesh.num_ranks == 4
     assert plan.micro_batch is not None
     assert plan.micro_batch > 1
+    assert plan.mesh is None, "any number of ranks would do"
+    assert run("gpt2-1.5b", "--cluster", "4xa100-40gb", "--mesh", "2x2", "--save", str(path)) == 0
+    assert Plan.load(path).mesh == Mesh(replicate=2, shard=2)
 
 
 def test_options_change_what_is_planned(capfd: pytest.CaptureFixture[str]) -> None:
@@ -491,12 +523,28 @@ def test_auto_is_a_row_of_its_own_and_is_saved(tmp_path: Path, capfd: pytest.Cap
     assert auto["fits"] == "yes"
     assert auto["capacity_bytes"] == 60 * 2**30
     assert "recompute" in data["why"]
-    assert Plan.load(path).to_dict() == auto["plan"]
+    assert Plan.load(path).to_dict() == {name: value for name, value in auto["plan"].items() if name != "mesh"}
     assert run("explain", str(path), "--model", "llama-3.1-8b", command=()) == 0
     out = capfd.readouterr().out
     assert "to blocks.31" in out
     assert run("explain", str(path), command=()) == 2
     assert "give their model with --model" in capfd.readouterr().err
+
+
+def test_auto_is_never_behind_a_row_of_the_table(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ("gpt2-350m", "--cluster", "4xl4", "--strategy", "auto", "--micro-batch", "2")
+
+    def slow(spec_for: SpecFor, *, request: AutoRequest) -> Solved:
+        plan = replace(request.plan, strategy="fsdp", recompute="full", mesh=Mesh(shard=4), micro_batch=1)
+        found = cost(spec_for(plan), plan=plan, cluster=request.cluster, optimizer="adamw")
+        return Solved(candidate=replace(found, label="auto"), num_replays=1)
+
+    monkeypatch.setattr("shardwise.planner.search.auto.solve_plan", slow)
+    *fixed, auto = as_json(capfd, *asked)["candidates"]
+    assert auto["samples_per_s"] == max(one["samples_per_s"] for one in fixed)
+    assert auto["strategy"] == "auto"
 
 
 def test_auto_that_cannot_fit_exits_with_1(capfd: pytest.CaptureFixture[str]) -> None:

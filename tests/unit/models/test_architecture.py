@@ -129,13 +129,18 @@ def of_this_torch(spec: ModelSpec) -> ModelSpec:
 @pytest.mark.parametrize("name", [*USUAL, *whole(*(name for name in STORED if name not in USUAL))])
 def test_the_laws_give_the_spec_that_a_trace_gives(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    plan = Plan(precision="bf16", recompute="full" if name == STORED[0] else "none", micro_batch=2)
+    recompute = {STORED[0]: "full", "qwen2-large": "selective"}.get(name, "none")
+    plan = Plan(precision="bf16", recompute=recompute, micro_batch=2)
     folder = write(tmp_path, config_of(name))
     found = architecture_of(folder, seq=SEQ)
+    if recompute == "selective":
+        monkeypatch.setattr(Model, "_traced", None)
     assert found is not None, (
         "traced with another version of transformers: python -m shardwise.models.specs.ship_architectures"
     )
     by_laws = Model(f"hf:{folder}", seq=SEQ).spec_for(plan)
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("shardwise.models.specs.spec_store.architecture_for", lambda request: None)
     traced = Model(f"hf:{folder}", seq=SEQ).spec_for(plan)
     assert at_length(of_this_torch(by_laws), SEQ) == at_length(traced, SEQ)
@@ -146,6 +151,20 @@ def test_a_known_architecture_is_not_traced(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(Model, "_traced", None)
     spec = Model(f"hf:{folder}").spec_for(Plan(precision="bf16", micro_batch=1))
     assert (spec.num_params, spec.seq, len(spec.units)) == (596_049_920, 2048, 29)
+
+
+def test_config_without_a_dtype_has_fp32_weights_and_the_same_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Model, "_traced", None)
+    plan, layers = Plan(precision="bf16", micro_batch=1), ["full_attention"] * SIZES["num_hidden_layers"]
+    half = Model(f"hf:{write(tmp_path, config_of('qwen2-large'))}").spec_for(plan)
+    config = config_of("qwen2-large", layer_types=layers, use_mrope=False)
+    del config["dtype"]
+    full = Model(f"hf:{write(tmp_path, config)}").spec_for(plan)
+    dtypes = [{one.dtype for unit in spec.units for one in unit.params} for spec in (half, full)]
+    assert dtypes == [{"bfloat16"}, {"float32"}]
+    assert half.traces == full.traces
 
 
 def test_heads_that_share_nothing_have_laws_of_their_own(tmp_path: Path) -> None:
@@ -162,7 +181,10 @@ def test_heads_that_share_nothing_have_laws_of_their_own(tmp_path: Path) -> None
     "other",
     [
         {"quantization_config": {}},
-        {"dtype": "float32"},
+        {"dtype": "float16"},
+        {"layer_types": ["full_attention", "sliding_attention"] * 14},
+        {"layer_types": ["full_attention"]},
+        {"use_mrope": True},
         {"hidden_act": "gelu"},
         {"use_sliding_window": True},
         {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},

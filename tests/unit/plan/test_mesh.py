@@ -32,7 +32,7 @@ def test_an_axis_is_a_whole_number_of_at_least_one(length: object) -> None:
 
 def test_a_job_of_another_size_is_refused_with_the_way_out() -> None:
     Mesh(replicate=2, shard=2).check_ranks(4)
-    with pytest.raises(InvalidPlan, match="2×2 is 4 ranks, but the job has 6: set .* = 6"):
+    with pytest.raises(InvalidPlan, match="2×2 is 4 ranks, but the job has 6: .*--set plan.mesh=.* = 6"):
         Mesh(replicate=2, shard=2).check_ranks(6)
 
 

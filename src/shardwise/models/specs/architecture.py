@@ -50,23 +50,27 @@ _IGNORED = (
     *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "rms_norm_eps", "norm_eps", "rope_theta"),
     *("max_position_embeddings", "original_max_position_embeddings", "max_window_layers", "pretraining_tp"),
 )
+_TRACED_DTYPE = "bfloat16"
 _ROTARY = (None, "default", "linear", "llama3", "yarn")
 _TERM = re.compile(r"([+-]?\d+)(?:/(\d+))?([a-z]*)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """`laws`: the stored file; `seq`: tokens per sample."""
+    """`laws`: the stored file, of weights in bf16; `dtype`: of these weights; `seq`: tokens per sample."""
 
     laws: Mapping[str, Any]
     sizes: Mapping[str, int]
     seq: int
+    dtype: str
 
     def spec(self, *, name: str, ways: Collection[tuple[str, str]]) -> ModelSpec:
         """Return the spec with the traces of `ways` that there are laws for."""
         text = json.dumps(self.laws["spec"]).replace("{last}", str(self.sizes["l"] - 1))
         text = re.sub(r"x\{(.*?)\}", lambda found: f"x{value_of(found[1], self.sizes)}", text)
         data = _filled(parse_json(text), self.sizes)
+        if self.dtype != _TRACED_DTYPE:
+            _in_fp32(data["units"])
         return decode({**data, "name": name, "seq": self.seq}, ways=ways)
 
 
@@ -91,7 +95,7 @@ def architecture_of(folder: str | Path, *, seq: int | None) -> Architecture | No
     for laws in _stored(str(config.get("model_type"))):
         sizes = _sizes_of(config, laws=laws)
         if sizes is not None and _installed() in ("", laws["transformers"]):
-            return Architecture(laws=laws, sizes=sizes, seq=seq)
+            return Architecture(laws=laws, sizes=sizes, seq=seq, dtype=_dtype_of(config))
     return None
 
 
@@ -101,6 +105,19 @@ def value_of(polynomial: str, sizes: Mapping[str, int]) -> int:
         for factor, divisor, letters in _TERM.findall(polynomial)
     )
     return int(total)
+
+
+def _dtype_of(config: Mapping[str, Any]) -> str:
+    """Return the dtype of the weights; without one in its config, transformers makes a model in fp32."""
+    return str(config.get("dtype") or config.get("torch_dtype") or "float32")
+
+
+def _in_fp32(units: Collection[dict[str, Any]]) -> None:
+    """Make parameters fp32, which is what a stored tensor without a dtype is. Steps compute in bf16 all the same."""
+    for unit in units:
+        for _, _, facts in (tensor for tensor in unit.get("params", ()) if len(tensor) == 3):
+            if facts.get("dtype") == _TRACED_DTYPE:
+                del facts["dtype"]
 
 
 @cache
@@ -133,9 +150,12 @@ def _sizes_of(config: Mapping[str, Any], *, laws: Mapping[str, Any]) -> dict[str
         "partial_rotary_factor", 1.0
     ) != 1.0:
         return None
-    if (config.get("dtype") or config.get("torch_dtype")) != "bfloat16":
+    if _dtype_of(config) not in (_TRACED_DTYPE, "float32"):
         return None
-    known = {*_IGNORED, *SIZES.values(), *fixed, "rope_parameters", "rope_scaling"}
+    layers = config.get("layer_types")
+    if layers is not None and layers != ["full_attention"] * (config.get("num_hidden_layers") or 0):
+        return None
+    known = {*_IGNORED, *SIZES.values(), *fixed, "rope_parameters", "rope_scaling", "layer_types"}
     if set(config) - known or any(config.get(key, values[0]) not in values for key, values in fixed.items()):
         return None
     given = {letter: config.get(key) for letter, key in SIZES.items()}

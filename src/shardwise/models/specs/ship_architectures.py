@@ -29,7 +29,7 @@ from shardwise.spec.store import encode
 from shardwise.trace.observe import Way
 from shardwise.trace.trace import trace_model
 
-WAYS = tuple(Way(computes_in="bf16", recompute=how) for how in ("none", "full"))
+WAYS = tuple(Way(computes_in="bf16", recompute=how) for how in ("none", "selective", "full"))
 LENGTHS = (2048, 1024, 512)
 # No two products of sizes are equal, and none of them is a constant of a kernel. All embeddings are large.
 SAMPLES = tuple(
@@ -68,7 +68,7 @@ class Variant:
 
 _COMMON: dict[str, Sequence[Any]] = {"hidden_act": ["silu"], "attention_dropout": [0.0]}
 _LLAMA = {**_COMMON, "attention_bias": [False], "mlp_bias": [False]}
-_QWEN = {**_COMMON, "use_sliding_window": [False], "sliding_window": [None, 4096, 32768, 131072], "layer_types": [None]}
+_QWEN = {**_COMMON, "use_sliding_window": [False], "sliding_window": [None, 4096, 32768, 131072], "use_mrope": [False]}
 _PHI = {**_COMMON, "attention_bias": [False], "resid_pdrop": [0.0], "embd_pdrop": [0.0], "sliding_window": [None]}
 _KINDS: dict[str, tuple[dict[str, Sequence[Any]], bool]] = {
     "llama": (_LLAMA, True),

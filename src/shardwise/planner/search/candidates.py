@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import log2
 from typing import Protocol
 
 from shardwise.hardware import Cluster
 from shardwise.plan import Plan
+from shardwise.plan.limits import LIMITS
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import ACROSS, STRATEGIES
 from shardwise.planner.engine_model import engine_model_of
@@ -24,6 +26,9 @@ from shardwise.planner.traffic import sent_bytes
 from shardwise.spec import ModelSpec
 from shardwise.vocabulary.html_table import html_table
 from shardwise.vocabulary.quantities import bytes_text
+
+# What `Candidate.fits` may be, the best first.
+_FITS = ("yes", "tight", "unknown", "no")
 
 
 class SpecFor(Protocol):
@@ -239,26 +244,35 @@ def candidates(
     quick: bool = False,
     system: System = OWN,
     global_batch: int | None = None,
+    recomputes: Sequence[str] = (),
 ) -> list[Candidate]:
     """Return each strategy at the plan's micro-batch or, by default, at the largest that fits (1 for goal `memory`).
 
     With a `global_batch` the micro-batch divides the samples of a rank, and the passes follow from it. On several
     nodes each strategy is sharded over all ranks and over the smaller groups of `meshes`. Several passes keep their
-    gradients unsharded where that fits, and reduce in each pass where it does not. `system` as for `cost`.
+    gradients unsharded where that fits, and reduce in each pass where it does not. Of `recomputes` (default: the
+    plan's) each takes the best. `system` as for `cost`.
     """
-    found = []
     batches = micro_batches_of(plan, global_batch=global_batch, num_ranks=cluster.num_ranks)
+
+    def at_best_batch(asked: Plan, *, spec: ModelSpec, quick: bool) -> Candidate:
+        for chosen in _passes(asked, batches=batches):
+            one = _at_best_batch(
+                spec, batches, plan=chosen, cluster=cluster, optimizer=optimizer, goal=goal, quick=quick, system=system
+            )
+            if one.fits != "no":
+                break
+        return one
+
+    found = []
     for strategy in strategies:
         for mesh, across in _places(strategy, plan=plan, cluster=cluster, optimizer=optimizer):
             placed = replace(plan, strategy=strategy, mesh=mesh, across=across)
-            for chosen in _passes(placed, batches=batches):
-                one = _at_best_batch(
-                    spec_for(chosen), batches, plan=chosen, cluster=cluster, optimizer=optimizer, goal=goal,
-                    quick=quick, system=system,
-                )  # fmt: skip
-                if one.fits != "no":
-                    break
-            found.append(one)
+            ways = _recomputed(placed, recomputes=recomputes)
+            spec = spec_for(*ways)
+            # Of a model without traces no activations are known.
+            ways = ways if spec.traces else ways[:1]
+            found.append(_best_way(ways, partial(at_best_batch, spec=spec), goal=goal, quick=quick))
     return [one for one in found if one.plan.across == plan.across or not _is_worse(one, found)]
 
 
@@ -283,6 +297,34 @@ def _is_worse(one: Candidate, found: Sequence[Candidate]) -> bool:
         other.memory.allocated_bytes <= one.memory.allocated_bytes and other.samples_per_s >= one.samples_per_s
         for other in rest
     )
+
+
+def _recomputed(plan: Plan, *, recomputes: Sequence[str]) -> list[Plan]:
+    """Return the plan with each recompute mode that its engine has; itself without any."""
+    found = [replace(plan, recompute=way) for way in recomputes]
+    return [one for one in found if LIMITS[plan.engine].why_not_planned(one) is None] or [plan]
+
+
+def _best_way(ways: Sequence[Plan], costed: Callable[..., Candidate], *, goal: str, quick: bool) -> Candidate:
+    """Return the best candidate; the allocator's model runs for plans that may be the best without it."""
+    if quick or len(ways) == 1:
+        return min((costed(way, quick=quick) for way in ways), key=lambda one: _preference(one, goal=goal))
+    bounds = [(_preference(costed(way, quick=True), goal=goal), way) for way in ways]
+    best: Candidate | None = None
+    for bound, way in sorted(bounds, key=lambda pair: pair[0]):
+        if best is not None and _preference(best, goal=goal) <= bound:
+            break
+        one = costed(way, quick=False)
+        if best is None or _preference(one, goal=goal) < _preference(best, goal=goal):
+            best = one
+    assert best is not None
+    return best
+
+
+def _preference(one: Candidate, *, goal: str) -> tuple[int, float]:
+    """Return the order among plans that differ in what they recompute: the fastest that fits, or the smallest."""
+    is_by_memory = goal == "memory" or one.fits == "no"
+    return _FITS.index(one.fits), one.memory.device_bytes if is_by_memory else -one.samples_per_s
 
 
 def _passes(plan: Plan, *, batches: MicroBatches) -> list[Plan]:

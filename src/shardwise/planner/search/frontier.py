@@ -73,16 +73,16 @@ def _auto(costs: DialCosts, *, request: AutoRequest) -> Candidate | None:
 def _by_strategy(spec_for: SpecFor, *, request: AutoRequest) -> dict[str, Candidate]:
     found = [
         one
-        for recompute in request.recomputes
         for one in candidates(
             spec_for,
-            plan=replace(request.plan, strategy="fsdp", recompute=recompute),
+            plan=replace(request.plan, strategy="fsdp"),
             strategies=request.rows or strategies_of(request.plan.engine),
             cluster=with_budget(request.cluster, budget_bytes=request.budget_bytes),
             optimizer=request.optimizer,
             goal=request.goal,
             quick=True,
             global_batch=request.global_batch,
+            recomputes=request.recomputes,
         )
         if one.fits == "yes" and one.time is not None
     ]

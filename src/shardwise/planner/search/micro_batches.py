@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from shardwise.errors import InvalidPlan
 from shardwise.plan import Plan
 
-MOST_BATCH = 2**16
-"""The largest micro-batch of any search."""
+MOST_BATCH = 2**10
+"""The largest micro-batch of any search: a tiny model is not trained with the thousands of samples that fit."""
 # A free batch is compared with this many smaller and larger ones: some sizes suit kernels better than others.
 _NEAR = 6
 

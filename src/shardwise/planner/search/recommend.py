@@ -16,6 +16,9 @@ PAIR_BAND = 0.05
 Two plans are equally fast if one is slower by no more than this, in whole percent, as it is printed.
 """
 
+ROOM = 0.08
+"""The share of a device's memory that a plan must leave, to be preferred to one that does so, for being simpler."""
+
 # Verdicts on candidates that can be recommended, the best first.
 _VERDICTS = ("yes", "tight", "unknown")
 _ORDER = list(STRATEGIES)
@@ -28,9 +31,10 @@ class Reason(Enum):
     SMALLEST_PEAK = "the smallest peak"
     SIMPLEST = "the simplest that fits, where time is not predicted"
     NOTHING_TO_SHARD = "the simplest, since one rank has nothing to shard"
-    NEARLY_FASTEST = "the simplest within PAIR_BAND of the fastest"
+    NEARLY_FASTEST = "the simplest within PAIR_BAND of the fastest, or of those that leave ROOM"
     FASTEST = "the fastest"
     ONLY_ONE = "the only one that fits"
+    ASKED = "the only one that was asked for"
     CAPACITY_UNKNOWN = "none: the device's capacity is not known"
     NOTHING_FITS = "none: nothing fits"
 
@@ -106,7 +110,7 @@ def recommend(
         best = _smallest(fitting) if goal == "memory" else best_of(fitting)
         assert best is not None
         first = best if goal == "memory" else max(fitting, key=_SPEED)
-        reason = _reason(best, fitting, first=first, goal=goal)
+        reason = _reason(best, fitting, first=first, goal=goal, is_asked=len(found) == 1)
         is_behind = reason is Reason.NEARLY_FASTEST
         return Recommendation(
             index=found.index(best),
@@ -124,15 +128,25 @@ def recommend(
 def best_of(fitting: Sequence[Candidate]) -> Candidate | None:
     """Return the simplest candidate within PAIR_BAND of the fastest; on one rank, which shards nothing, the simplest.
 
-    This is what "best" and "recommended" mean everywhere.
+    If some of these leave ROOM, it is one of them. This is what "best" and "recommended" mean everywhere.
     """
     if not fitting:
         return None
     most = max(one.samples_per_s for one in fitting)
     as_fast = [one for one in fitting if one.cluster.num_ranks == 1 or _is_as_fast(one.samples_per_s, most)]
-    simplest = min(map(_simplicity, as_fast))[0]
+    pool = [one for one in as_fast if one.cluster.num_ranks > 1 and spare(one) >= ROOM] or as_fast
+    simplest = min(map(_simplicity, pool))[0]
     # Of one strategy on several meshes, the fastest.
-    return max((one for one in as_fast if _simplicity(one)[0] == simplest), key=_SPEED)
+    return max((one for one in pool if _simplicity(one)[0] == simplest), key=_SPEED)
+
+
+def spare(one: Candidate) -> float:
+    """Return the share of the device's memory that a plan leaves; 1 if its capacity is not known."""
+    return 1 - one.memory.device_bytes / one.capacity_bytes if one.capacity_bytes else 1.0
+
+
+def is_simpler(one: Candidate, than: Candidate) -> bool:
+    return _simplicity(one)[0] < _simplicity(than)[0]
 
 
 def _is_as_fast(speed: float, most: float) -> bool:
@@ -152,7 +166,7 @@ def _relative(one: Candidate, other: Candidate) -> float:
     return one.samples_per_s / other.samples_per_s if other.time is not None else 0.0
 
 
-def _reason(best: Candidate, fitting: Sequence[Candidate], *, first: Candidate, goal: str) -> Reason:
+def _reason(best: Candidate, fitting: Sequence[Candidate], *, first: Candidate, goal: str, is_asked: bool) -> Reason:
     if goal == "memory":
         return Reason.SMALLEST_PEAK
     if best.time is None:
@@ -161,7 +175,9 @@ def _reason(best: Candidate, fitting: Sequence[Candidate], *, first: Candidate, 
         return Reason.NOTHING_TO_SHARD
     if first is not best:
         return Reason.NEARLY_FASTEST
-    return Reason.FASTEST if len(fitting) > 1 or best.fits == "unknown" else Reason.ONLY_ONE
+    if len(fitting) > 1 or best.fits == "unknown":
+        return Reason.FASTEST
+    return Reason.ASKED if is_asked else Reason.ONLY_ONE
 
 
 def _simpler(best: Candidate, found: Sequence[Candidate], *, first: Candidate) -> Simpler | None:

@@ -1,7 +1,8 @@
 """Which devices to rent for a training: every kind and count with its best plan, days and cost. No torch."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from shardwise.hardware import Cluster, Device
 from shardwise.hardware.cluster import make_cluster
@@ -11,10 +12,10 @@ from shardwise.plan.limits import strategies_of
 from shardwise.plan.mesh import Mesh
 from shardwise.planner.search.auto import solve_plan
 from shardwise.planner.search.candidates import Candidate, SpecFor, candidates, cost
+from shardwise.planner.search.larger_clusters import PER_NODE
 from shardwise.planner.search.recommend import PAIR_BAND, best_of
 from shardwise.planner.search.request import RECOMPUTES, AutoRequest, NoPlanFits
 from shardwise.planner.search.training_cost import TrainingCost, training_cost
-from shardwise.planner.search.way_out import PER_NODE
 
 COUNTS = (1, 2, 4, PER_NODE)
 """Devices of one rented machine."""
@@ -22,7 +23,7 @@ COUNTS = (1, 2, 4, PER_NODE)
 MACHINES = (2, 4, 8)
 """Machines of PER_NODE devices, which are tried if one is not enough."""
 
-LOOKS = 12
+LOOKS = 8
 """Rentals for which the allocator's model runs: those that are best without it."""
 
 
@@ -59,28 +60,44 @@ def most_days(one: TrainingCost) -> float:
 
 
 def rentals(
-    spec_for: SpecFor, *, devices: Mapping[Device, Price], wish: Wish, looks: int | None = LOOKS
+    spec_for: SpecFor,
+    *,
+    devices: Mapping[Device, Price],
+    wish: Wish,
+    looks: int | None = LOOKS,
+    named: Collection[str] = (),
 ) -> list[TrainingCost]:
     """Return the best plan on each rental that fits, the recommended one first and then by `Wish.rank`.
 
     Host memory is used on one GPU. Several machines are tried only if nothing fits on one without it, or in time.
     `looks`: how many rentals are returned, computed with the allocator's model; None for all, which is the exhaustive
-    search.
+    search. The best rental of each kind in `named` is among them, if one fits.
     """
     found: list[TrainingCost] = []
     for sizes in ([(1, count) for count in COUNTS], [(nodes, PER_NODE) for nodes in MACHINES]):
         clusters = [cluster for device in devices for cluster in _clusters(device, price=devices[device], sizes=sizes)]
-        found += _costs(spec_for, clusters=clusters, devices=devices, wish=wish, looks=looks)
+        found += _costs(spec_for, clusters=clusters, devices=devices, wish=wish, looks=looks, named=named)
         if any(wish.is_in_time(one) and not one.candidate.memory.host_bytes for one in found):
             break
     first = recommended(found, wish=wish)
-    return sorted(found, key=lambda one: (one is not first, wish.rank(one)))[:looks]
+    return _best_ranked(found, key=lambda one: (one is not first, wish.rank(one)), looks=looks, named=named)
+
+
+def _best_ranked(
+    found: Sequence[TrainingCost], *, key: Callable[[TrainingCost], Any], looks: int | None, named: Collection[str]
+) -> list[TrainingCost]:
+    """Return the first `looks` by rank, and the first of each named kind."""
+    ranked = sorted(found, key=key)
+    kinds = [one.candidate.cluster.device.name for one in ranked]
+    firsts = {kinds.index(kind) for kind in named if kind in kinds}
+    return [one for index, one in enumerate(ranked) if looks is None or index < looks or index in firsts]
 
 
 def recommended(found: Sequence[TrainingCost], *, wish: Wish) -> TrainingCost | None:
     """Return the rental that meets the wish at the lowest cost; of those that cost about as much, the soonest done.
 
-    With a limit of price alone, the soonest done; None if nothing meets the wish.
+    With a limit of price alone, the soonest done; None if nothing meets the wish. A kind on whose architecture nothing
+    was measured is never taken for its speed, which is not known.
     """
     met = [one for one in found if wish.is_met(one)]
     if not met:
@@ -88,7 +105,8 @@ def recommended(found: Sequence[TrainingCost], *, wish: Wish) -> TrainingCost | 
     if wish.max_price is None or wish.max_days is not None:
         least = min(map(most_cost, met))
         met = [one for one in met if round(most_cost(one) / least - 1, 2) <= PAIR_BAND]
-    return min(met, key=most_days)
+    measured = [one for one in met if one.candidate.time_band.is_of_a_measured_kind]
+    return min(measured, key=most_days) if measured else min(met, key=most_cost)
 
 
 def best_on(
@@ -100,24 +118,26 @@ def best_on(
     """
     found = [
         one
-        for recompute in RECOMPUTES
         for one in candidates(
             spec_for,
-            plan=replace(plan, recompute=recompute),
+            plan=plan,
             strategies=strategies_of(plan.engine),
             cluster=cluster,
             optimizer=optimizer,
             goal="throughput",
             quick=quick,
+            recomputes=RECOMPUTES,
         )
         if one.fits == "yes" and one.time is not None
     ]
     if found or not cluster.host_bytes:
         return best_of(found)
-    return _in_host_memory(spec_for, request=AutoRequest(plan=plan, cluster=cluster, optimizer=optimizer, quick=quick))
+    return best_in_host_memory(
+        spec_for, request=AutoRequest(plan=plan, cluster=cluster, optimizer=optimizer, quick=quick)
+    )
 
 
-def _in_host_memory(spec_for: SpecFor, *, request: AutoRequest) -> Candidate | None:
+def best_in_host_memory(spec_for: SpecFor, *, request: AutoRequest) -> Candidate | None:
     """Return the plan that the solver finds with host memory, if one with all states there fits: that is soon known."""
     for update in ("device", "host"):
         least = replace(
@@ -149,7 +169,13 @@ def _clusters(device: Device, *, price: Price, sizes: Sequence[tuple[int, int]])
 
 
 def _costs(
-    spec_for: SpecFor, *, clusters: Sequence[Cluster], devices: Mapping[Device, Price], wish: Wish, looks: int | None
+    spec_for: SpecFor,
+    *,
+    clusters: Sequence[Cluster],
+    devices: Mapping[Device, Price],
+    wish: Wish,
+    looks: int | None,
+    named: Collection[str],
 ) -> list[TrainingCost]:
     """Return the costs on those clusters on which something fits; the best `looks` of them."""
 
@@ -168,4 +194,5 @@ def _costs(
     if looks is None:
         return costs(clusters, quick=False)
     screened = costs(clusters, quick=True)
-    return costs([one.candidate.cluster for one in sorted(screened, key=wish.rank)[:looks]], quick=False)
+    best = _best_ranked(screened, key=wish.rank, looks=looks, named=named)
+    return costs([one.candidate.cluster for one in best], quick=False)

@@ -30,14 +30,20 @@ class Scaled:
 
 
 def scaling(
-    spec_for: SpecFor, *, plan: Plan, found: Sequence[Candidate], cluster: Cluster, optimizer: str
+    spec_for: SpecFor,
+    *,
+    plan: Plan,
+    found: Sequence[Candidate],
+    cluster: Cluster,
+    optimizer: str,
+    recomputes: Sequence[str] = (),
 ) -> list[Scaled]:
     """Return the fastest plan on each size where one fits, with the cluster's nodes and links.
 
-    A strategy keeps its micro-batch in `found`, so that the global batch grows with the devices; one that did not fit
-    there gets the largest that fits.
+    A strategy keeps its micro-batch and its recompute in `found`, so that the global batch grows with the devices; one
+    that did not fit there gets the largest micro-batch that fits, and the best of `recomputes`.
     """
-    batches = {one.plan.strategy: one.batch for one in reversed(found) if one.fits in ("yes", "tight")}
+    fitting = {one.plan.strategy: one for one in reversed(found) if one.fits in ("yes", "tight")}
     rows: list[Scaled] = []
     for size in SIZES:
         if size % cluster.devices_per_node:
@@ -45,7 +51,9 @@ def scaling(
         larger = _grown(cluster, num_nodes=size // cluster.devices_per_node)
         options: list[Candidate] = []
         for strategy in dict.fromkeys(one.plan.strategy for one in found):
-            asked = replace(plan, micro_batch=plan.micro_batch or batches.get(strategy))
+            first, asked = fitting.get(strategy), plan
+            if first is not None:
+                asked = replace(plan, micro_batch=first.batch, recompute=first.plan.recompute)
             options += candidates(
                 spec_for,
                 plan=asked,
@@ -54,11 +62,12 @@ def scaling(
                 optimizer=optimizer,
                 goal="throughput",
                 quick=True,
+                recomputes=() if first is not None else recomputes,
             )
         best = best_of([one for one in options if one.fits == "yes" and one.time is not None])
         if best is not None:
-            first = rows[0].candidate if rows else best
-            speed, first_speed = (one.samples_per_s / one.cluster.num_ranks for one in (best, first))
+            smallest = rows[0].candidate if rows else best
+            speed, first_speed = (one.samples_per_s / one.cluster.num_ranks for one in (best, smallest))
             efficiency = speed / first_speed
             rows.append(Scaled(candidate=best, efficiency=efficiency))
     return rows

@@ -67,6 +67,11 @@ class TimeBand:
     slower: float = 0.0
 
     @property
+    def is_of_a_measured_kind(self) -> bool:
+        """Whether a training on the device's architecture was compared with its prediction."""
+        return BORROWED_UNSEEN not in self.facts
+
+    @property
     def value(self) -> float:
         """The larger of the two sides."""
         return self.upper

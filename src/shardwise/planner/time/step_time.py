@@ -38,7 +38,7 @@ class TimeEstimate:
     step_seconds              from the end of a step to the end of the next
     samples_per_s             of all ranks together
     tokens_per_s_per_gpu      of one rank; None if samples have no length
-    mfu                       three times the operations of forward, as a share of the device's peak
+    mfu                       operations of forward and backward without recomputation, as a share of the device's peak
     exposed_comm_seconds      idle time of the device because of communication
     comm_seconds              time in which the wire is busy
     cpu_seconds               time that the CPU needs to issue the step
@@ -291,8 +291,14 @@ def _run_step(queues: Queues, *, schedule: Schedule, works: list[WorkSeconds], p
 
 
 def _mfu(prepared: _Prepared, *, samples: int, step_seconds: float) -> float | None:
-    """Return three times the operations of forward (without recomputation) as a share of the device's peak."""
+    """Return the operations of a step, without recomputation, as a share of the device's peak.
+
+    Backward computes as much as forward for the gradients of activations, and again for those of trained parameters:
+    together three times forward, or about twice where adapters are trained on a frozen model.
+    """
     peak = prepared.cluster.device.flops_per_s(prepared.job.precision)
     if peak is None:
         return None
-    return 3 * prepared.pieces.forward_flops.at(samples) / (step_seconds * peak.value)
+    params = [tensor for unit in prepared.job.spec.units for tensor in unit.params]
+    trained = sum(one.num_elements for one in params if one.trainable) / sum(one.num_elements for one in params)
+    return (2 + trained) * prepared.pieces.forward_flops.at(samples) / (step_seconds * peak.value)

@@ -75,7 +75,7 @@ const plannerPage = (() => {
     at("budget").setAttribute("aria-valuetext", text);
     at("budget-value").textContent = text;
     at("precision").value = state.precision || "bf16";
-    for (const input of at("recompute").querySelectorAll("input")) input.checked = input.value === (state.recompute || "none");
+    for (const input of at("recompute").querySelectorAll("input")) input.checked = input.value === (state.recompute || "");
     at("host").value = host();
     at("host-note").textContent = host() === "backward" ? "Gradients cannot be clipped by their norm then." : "";
     for (const id of ["tokens", "price"]) {

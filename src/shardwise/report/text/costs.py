@@ -70,7 +70,7 @@ def _range(candidate: Candidate) -> list[float] | None:
     return [seconds * (1 - band.lower), seconds * (1 + band.upper)]
 
 
-def as_table(candidates: Sequence[Candidate], *, recommended: int | None) -> Table:
+def as_table(candidates: Sequence[Candidate], *, recommended: int | None, chooses_recompute: bool = False) -> Table:
     """Return a table with one row per candidate: its peak by category and its time. Unknown columns are left out."""
     has_times = any(one.time is not None for one in candidates)
     has_capacity = any(one.capacity_bytes is not None for one in candidates)
@@ -79,14 +79,21 @@ def as_table(candidates: Sequence[Candidate], *, recommended: int | None) -> Tab
     unit = byte_unit(max(one.memory.device_bytes for one in candidates), among=(MIB, GIB))
     times = ["step s", "tok/s/GPU" if has_tokens else "samples/s", "comm"] if has_times else []
     bars = "peak of capacity" if has_capacity else "peak by category"
-    heads = ["", "strategy", "batch", bars, unit.name, *host, *times, *(["fits"] if has_capacity else [])]
+    width = _BAR_WIDTH
+    if chooses_recompute:
+        # So that the table fits into 80 columns.
+        has_meshes = any(" " in _name(one) for one in candidates)
+        bars, width = ("capacity", 7) if has_meshes else ("of capacity", 11)
+    recompute = ["recompute"] if chooses_recompute else []
+    heads = ["", "strategy", *recompute, "batch", bars, unit.name, *host, *times, *(["fits"] if has_capacity else [])]
     table = plain_table(heads, right=["batch", unit.name, *host, *times], gap=1)
     for index, candidate in enumerate(candidates):
         table.add_row(
             "▶" if index == recommended else "",
             _name(candidate),
+            *([_recompute(candidate)] if chooses_recompute else ()),
             str(candidate.batch),
-            _bar(candidate),
+            _bar(candidate, width=width),
             fixed(candidate.memory.device_bytes, unit=unit),
             *([fixed(candidate.memory.host_bytes, unit=unit) if candidate.memory.host_bytes else "–"] if host else ()),
             *(_times(candidate) if has_times else ()),
@@ -100,6 +107,12 @@ def _name(candidate: Candidate) -> str:
     assert mesh is not None
     across = f"+{candidate.plan.across}" if candidate.plan.is_sharded_across else ""
     return candidate.name + (f" {mesh}{across}" if mesh.replicate > 1 else "")
+
+
+def _recompute(candidate: Candidate) -> str:
+    """Return what a plan recomputes; the solver's may differ by unit."""
+    plan = candidate.plan
+    return "by unit" if plan.recompute_overrides else plan.recompute
 
 
 def _times(candidate: Candidate) -> tuple[str, str, str]:
@@ -145,9 +158,9 @@ def scaling_data(rows: "Sequence[Scaled]") -> list[dict[str, Any]]:
     ]
 
 
-def _bar(candidate: Candidate) -> Text:
+def _bar(candidate: Candidate, *, width: int) -> Text:
     """Draw all memory of the device by category, as a share of its capacity."""
     memory = candidate.memory
     outside = memory.device_bytes - memory.allocated_bytes
     parts = {**memory.breakdown_bytes, OTHER: memory.breakdown_bytes[OTHER] + outside}
-    return bar(parts, capacity=candidate.capacity_bytes or memory.device_bytes, width=_BAR_WIDTH)
+    return bar(parts, capacity=candidate.capacity_bytes or memory.device_bytes, width=width)

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from shardwise.hardware.prices import Price
 from shardwise.planner.search.candidates import Candidate
-from shardwise.planner.search.rent import MACHINES, Wish, most_cost, most_days
+from shardwise.planner.search.rent import COUNTS, MACHINES, Wish, most_cost, most_days
 from shardwise.planner.search.training_cost import TrainingCost
 from shardwise.report.text.plain_table import plain_table
 from shardwise.report.text.verdict import in_host_memory, name_of
@@ -30,7 +30,7 @@ def rental_table(found: Sequence[TrainingCost], *, recommended: TrainingCost | N
             digits(one.tokens_per_day / 86_400),
             significant(one.days, num_digits=2),
             f"{one.cost:,.0f}",
-            f"{candidate.time_band.value:.0%}",
+            f"{candidate.time_band.value:.0%}" if candidate.time_band.is_of_a_measured_kind else "–",
         )
     return table
 
@@ -75,10 +75,26 @@ def remarks(
             f"${recommended.cost:,.0f} at ${price.per_gpu_hour:.2f} per GPU-hour ({price.source}{read})."
         )
         yield f"Its plan: shardwise plan {model} {_options(candidate)} --save plan.toml"
+    yield from _unmeasured(found)
+    shown = {one.candidate.cluster.device.name for one in found}
+    for kind in [name for name, price in listed.items() if not price.date and name not in shown]:
+        yield f"{kind}: nothing fits on 1 to {COUNTS[-1]} of them."
     yield (
         "Predicted, not measured. Ranks and limits count days and cost at the upper end of their error (±). Steps "
         "only: no evaluations, checkpoints, failures or storage. --price KIND=PRICE sets another price."
     )
+
+
+def _unmeasured(found: Sequence[TrainingCost]) -> Iterator[str]:
+    """Say between which speeds a kind may be on which nothing was measured, for the best rental of each."""
+    seen = set[str]()
+    for one in found:
+        band, kind = one.candidate.time_band, one.candidate.cluster.device.name
+        if not band.is_of_a_measured_kind and kind not in seen:
+            seen.add(kind)
+            rate = one.tokens_per_day / 86_400
+            speeds = f"between {digits(rate / (1 + band.upper))} and {digits(rate / (1 - band.lower))} tokens/s"
+            yield f"– : not measured on this kind: {one.candidate.cluster} makes {speeds}."
 
 
 def _nothing(found: Sequence[TrainingCost], *, model: str, wish: Wish) -> str:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 
-from shardwise.plan import Plan
 from shardwise.planner.search.candidates import Candidate, fits_host
 from shardwise.planner.search.recommend import (
     PAIR_BAND,
@@ -11,6 +10,8 @@ from shardwise.planner.search.recommend import (
     Recommendation,
     RunnerUp,
     Simpler,
+    is_simpler,
+    spare,
 )
 from shardwise.planner.search.request import MOST_TIMES
 from shardwise.vocabulary.quantities import GIB, fixed, fixed_text, significant
@@ -23,7 +24,9 @@ _HIDDEN = 0.05
 
 def verdict(found: Recommendation, *, why: str) -> str:
     """Return the line below a table of candidates."""
-    return f"Recommended: {name_of(found.best)}, {why}." if found.best is not None else f"{why[0].upper()}{why[1:]}."
+    if found.best is not None:
+        return f"Recommended: {name_of(found.best)}, {why}."
+    return f"{why[0].upper()}{why[1:]}{'' if why.endswith(':') else '.'}"
 
 
 def reasons(found: Recommendation) -> str:
@@ -37,17 +40,10 @@ def reasons(found: Recommendation) -> str:
     return f"{text}. {_runner_up(found.runner_up, found, best=best)}" if found.runner_up is not None else text
 
 
-def no_fit(ways: Sequence[Candidate], *, asked: Plan, found: Sequence[Candidate]) -> str:
-    """Say that nothing fits, and name the smallest changes with which it would (`ways_out`) as command-line options.
-
-    `found`: the candidates that do not fit, at least one.
-    """
-    nothing = f"nothing fits{_too_little_host_memory(found)}"
-    if not ways:
-        tried = "--recompute full, --reduce-dtype bf16, --micro-batch 1, states in host memory"
-        return f"{nothing}; also not with {tried} and {MOST_TIMES:,} times the devices"
-    texts = [_changes(way, asked=asked, found=found) + (" (tight)" if way.fits == "tight" else "") for way in ways]
-    return f"{nothing}; fits with {', or with '.join(texts)}"
+def no_fit(found: Sequence[Candidate], *, has_ways: bool) -> str:
+    """Say that nothing fits, and whether there are ways out. `found`: the candidates that do not fit, at least one."""
+    ways = "what does, the smallest change first:" if has_ways else f"also not on {MOST_TIMES:,} times the devices"
+    return f"nothing fits{_too_little_host_memory(found)}; {ways}"
 
 
 def _too_little_host_memory(found: Sequence[Candidate]) -> str:
@@ -79,21 +75,26 @@ def _clauses(found: Recommendation, best: Candidate) -> Iterator[str]:
             yield "the simplest: one device has nothing to shard"
         case Reason.NEARLY_FASTEST:
             assert found.fastest is not None
-            yield _nearly_fastest(name_of(found.fastest), slower=found.slower)
+            yield _nearly_fastest(best, fastest=found.fastest, slower=found.slower)
+        case Reason.ASKED:
+            yield from ["it fits"] if best.fits == "yes" else []
         case Reason.ONLY_ONE:
             yield "the only one that fits" if best.fits == "yes" else "no other fits"
         case _:
             yield "the fastest" if best.fits == "unknown" else "the fastest that fits"
-    if found.reason in (Reason.NEARLY_FASTEST, Reason.FASTEST, Reason.ONLY_ONE):
+    if found.reason in (Reason.NEARLY_FASTEST, Reason.FASTEST, Reason.ONLY_ONE, Reason.ASKED):
         yield _communication(best)
     if found.simpler is not None:
         yield _simpler(found.simpler, best=best)
 
 
-def _nearly_fastest(fastest: str, *, slower: float) -> str:
+def _nearly_fastest(best: Candidate, *, fastest: Candidate, slower: float) -> str:
+    name, why = name_of(fastest), "and simpler"
+    if not is_simpler(best, fastest):
+        why = f"and leaves {spare(best):.0%} of the memory instead of {spare(fastest):.0%}"
     if round(slower, 2) == 0:
-        return f"as fast as {fastest} and simpler"
-    return f"{slower:.0%} slower than {fastest}, the fastest, and simpler ({PAIR_BAND:.0%} or less is within the error)"
+        return f"as fast as {name} {why}"
+    return f"{slower:.0%} slower than {name}, the fastest, {why} ({PAIR_BAND:.0%} or less is within the error)"
 
 
 def _communication(best: Candidate) -> str:
@@ -113,6 +114,8 @@ def _simpler(simpler: Simpler, *, best: Candidate) -> str:
         assert one.capacity_bytes is not None
         needs, has = fixed_text(one.memory.device_bytes, unit=GIB), fixed(one.capacity_bytes, unit=GIB)
         return f"{one.plan.strategy} needs {needs}, the device has {has}"
+    if round(1 - simpler.speed, 2) <= PAIR_BAND and spare(one) < spare(best):
+        return f"{one.plan.strategy} leaves {spare(one):.0%} of the memory"
     at_batch = f" with micro-batch {one.batch}, the most that fits" if one.batch < best.batch else ""
     return f"{one.plan.strategy} is {1 - simpler.speed:.0%} slower{at_batch}"
 
@@ -120,7 +123,9 @@ def _simpler(simpler: Simpler, *, best: Candidate) -> str:
 def _runner_up(runner_up: RunnerUp, found: Recommendation, *, best: Candidate) -> str:
     one, name = runner_up.candidate, name_of(runner_up.candidate)
     slower = f"{name} is {1 - runner_up.speed:.0%} slower"
-    advantage = "has the smaller peak" if found.reason is Reason.SMALLEST_PEAK else "is simpler"
+    advantage = "is simpler" if is_simpler(best, one) else "leaves more memory"
+    if found.reason is Reason.SMALLEST_PEAK:
+        advantage = "has the smaller peak"
     match runner_up.condition:
         case Condition.PLAN:
             assert runner_up.plan is not None
@@ -142,42 +147,6 @@ def _runner_up(runner_up: RunnerUp, found: Recommendation, *, best: Candidate) -
             return f"{slower}: its micro-batch is at most {one.batch}"
         case Condition.NONE:
             return f"{slower}, and faster links would not change that"
-
-
-def _changes(way: Candidate, *, asked: Plan, found: Sequence[Candidate]) -> str:
-    text = " ".join(" ".join(filter(None, option)) for option in changed_options(way, asked=asked, found=found).items())
-    if way.label:
-        return f"{text}{in_host_memory(way)}"
-    if way.cluster.num_ranks == found[0].cluster.num_ranks:
-        return text
-    devices = f"{way.cluster.num_ranks} devices"
-    return f"{devices} and {text}" if text else devices
-
-
-def changed_options(way: Candidate, *, asked: Plan, found: Sequence[Candidate]) -> dict[str, str]:
-    """Return the options that differ from the given ones, without the cluster; "" is the value of an option alone.
-
-    Without --micro-batch the search finds the micro-batch.
-    """
-    plan = way.plan
-    if way.label:
-        return {"--strategy": way.label}
-    options = {}
-    if plan.precision != asked.precision:
-        options["--precision"] = plan.precision
-    if asked.micro_batch is not None and plan.micro_batch != asked.micro_batch:
-        options["--micro-batch"] = str(plan.micro_batch)
-    if plan.accumulate != asked.accumulate:
-        options["--accumulate"] = str(plan.accumulate)
-    if plan.accumulate_reduced != asked.accumulate_reduced:
-        options["--accumulate-reduced"] = ""
-    if plan.recompute != asked.recompute:
-        options["--recompute"] = plan.recompute
-    if plan.reduce_dtype != asked.reduce_dtype:
-        options["--reduce-dtype"] = plan.reduce_dtype
-    if plan.strategy not in {one.plan.strategy for one in found}:
-        options["--strategy"] = plan.strategy
-    return options
 
 
 def in_host_memory(found: Candidate) -> str:

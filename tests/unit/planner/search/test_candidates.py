@@ -10,7 +10,7 @@ from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.memory.peak import job_of
 from shardwise.planner.search.candidates import _refined, candidates, cost, largest_batch, meshes
-from shardwise.planner.search.micro_batches import largest_fitting
+from shardwise.planner.search.micro_batches import MOST_BATCH, largest_fitting
 from shardwise.planner.traffic import sent_bytes
 
 BF16 = Plan(precision="bf16")
@@ -21,7 +21,7 @@ def on(name: str) -> Cluster:
     return cluster_of(name)
 
 
-@pytest.mark.parametrize("most", [1, 2, 3, 7, 64, 1000, 65_536])
+@pytest.mark.parametrize("most", [1, 2, 3, 7, 64, 1000, MOST_BATCH])
 def test_the_largest_number_that_fits_is_found(most: int) -> None:
     assert largest_fitting(lambda number: number <= most) == most
 
@@ -30,6 +30,10 @@ def test_the_largest_number_that_fits_is_found(most: int) -> None:
 @pytest.mark.parametrize("upper", [64, 100])
 def test_it_is_found_from_above_too(most: int, upper: int) -> None:
     assert _refined(upper, fits=lambda number: number <= most) == most
+
+
+def test_no_search_takes_thousands_of_samples() -> None:
+    assert largest_fitting(lambda number: True) == MOST_BATCH == 1024
 
 
 def test_from_far_above_it_is_found_to_a_fiftieth() -> None:

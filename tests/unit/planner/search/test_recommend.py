@@ -55,6 +55,30 @@ def test_within_the_band_the_simplest_is_taken(small: list[Candidate]) -> None:
     assert best.plan.strategy == "zero1"
 
 
+def with_peaks(found: list[Candidate], *shares: float) -> list[Candidate]:
+    """The same, as if their peaks were these shares of the device's memory."""
+    return [
+        replace(one, memory=replace(one.memory, device_bytes=round(share * one.capacity_bytes)))  # type: ignore[operator]
+        for one, share in zip(found, shares, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("shares", "taken"),
+    [
+        ((0.97, 0.97, 0.96, 0.96, 0.84), "fsdp"),
+        ((0.97, 0.91, 0.96, 0.96, 0.84), "zero1"),
+        ((0.97, 0.97, 0.96, 0.96, 0.95), "ddp"),
+    ],
+)
+def test_a_simpler_plan_wins_only_if_it_leaves_memory_where_another_does(
+    small: list[Candidate], shares: tuple[float, ...], taken: str
+) -> None:
+    best = best_of(with_peaks(with_speeds(small, 98, 99, 100, 99, 98), *shares))
+    assert best is not None
+    assert best.plan.strategy == taken
+
+
 @pytest.mark.parametrize(("slowest", "taken"), [(94.6, "ddp"), (94.4, "zero1")])
 def test_the_band_is_in_whole_percent_as_it_is_printed(small: list[Candidate], slowest: float, taken: str) -> None:
     best = best_of(with_speeds(small, slowest, 99, 99, 99, 100))

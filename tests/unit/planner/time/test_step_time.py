@@ -107,6 +107,21 @@ def test_mfu_counts_six_operations_a_parameter_and_token() -> None:
     assert dense < found.mfu < 1.2 * dense
 
 
+def test_mfu_of_a_frozen_model_counts_no_gradients_of_its_parameters() -> None:
+    units = tuple(
+        replace(unit, params=tuple(replace(one, trainable="head" in one.name) for one in unit.params))
+        for unit in SPEC.units
+    )
+    plan = plan_of("fsdp")
+    frozen = estimate_time(replace(SPEC, units=units), plan=plan, cluster=cluster_of("8xh100-80gb"))
+    trained = timed(plan)
+    assert frozen is not None
+    assert frozen.mfu is not None
+    assert trained.mfu is not None
+    operations = frozen.mfu * frozen.step_seconds / (trained.mfu * trained.step_seconds)
+    assert operations == pytest.approx(2 / 3, rel=0.05)
+
+
 def test_slow_links_show_where_bytes_are_sent() -> None:
     fast, slow = (timed(plan_of("fsdp"), cluster=f"2x8xh100-80gb@{fabric}") for fabric in ("ib-8x400", "eth-10"))
     assert slow.step_seconds > 5 * fast.step_seconds

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from report.chromium import Page, needs_chromium, page
 
-from shardwise.cli.plan_question import PlanOptions
+from shardwise.cli.plan_options import PlanOptions
 from shardwise.cli.plan_service import PlanService
 from shardwise.report.planner_page.planner_server import PlannerServer
 
