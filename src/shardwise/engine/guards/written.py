@@ -147,4 +147,5 @@ class Writes:
 
 def _is_home(flat: FlatParams) -> bool:
     """Return whether no other rank has a copy of this rank's slice between two gathers of parameters."""
-    return flat.placement.params.axes == flat.placement.optim.axes
+    params, optim = flat.placement.params, flat.placement.optim
+    return params.is_sharded and params.axes == optim.axes
