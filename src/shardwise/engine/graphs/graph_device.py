@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shardwise.engine.activations.recompute import without_random_numbers
+from shardwise.engine.graphs.graph_fills import fill_by_kernels
 from shardwise.engine.graphs.graph_pool import GraphPool
 from shardwise.engine.graphs.not_captured import NotCaptured, in_one_line
 from shardwise.engine.graphs.static_place import StaticPlace, uninitialised
@@ -141,7 +142,7 @@ class CudaGraphs:
 
     def record(self, compute: Callable[[], Result]) -> tuple[Graph, Result]:
         assert self._pool is not None
-        graph: Any = torch.cuda.CUDAGraph()
+        graph: Any = torch.cuda.CUDAGraph(keep_graph=True)
         random_state = self._generator.clone_state()
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -167,6 +168,8 @@ class CudaGraphs:
             # At its beginning a capture writes the seed and the offset of random numbers, on its stream. Replays set
             # them on the current one, which may still wait for other ranks, and must not be overtaken.
             torch.cuda.current_stream(self._device).wait_stream(stream)
+            fill_by_kernels(graph)
+            graph.instantiate()
         except (NotCaptured, RuntimeError) as error:
             self._abort(graph, begun=begun)
             # After a failed capture the device's generator still waits for its end, and could not draw numbers.
