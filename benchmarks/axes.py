@@ -2,7 +2,7 @@
 
     python benchmarks/axes.py
 
-writes the table of docs/engine.md, "One strategy per axis of a mesh". Nothing in it was measured: the
+writes the table of docs/measured-planner.md, "One strategy per axis of a mesh". Nothing in it was measured: the
 devices, links and efficiencies are those of the package's tables (src/shardwise/hardware/devices.toml, links.toml).
 """
 
@@ -18,7 +18,7 @@ from shardwise.plan.mesh import Mesh
 from shardwise.planner.search.candidates import Candidate, cost
 from shardwise.vocabulary.quantities import GIB, fixed
 
-PAGE = ROOT / "docs" / "engine.md"
+PAGE = ROOT / "docs" / "measured-planner.md"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -115,7 +115,8 @@ def best_below() -> Claim:
         head=("model", "B parameters", *clusters),
         rows=rows,
         source="Predicted: `shardwise plan MODEL --cluster CLUSTER`, bf16, AdamW, each strategy at its largest "
-        "micro-batch; the recommended strategy is the fastest that fits, or a simpler one within 5% of it. A limit "
+        "micro-batch; the recommended strategy is the fastest that fits, or a simpler one within 5% of it "
+        "that leaves 8% of the memory. A limit "
         "holds if all models up to it get `ddp` and none more than 1.5 times as large does.",
         comment="The limit depends on the GPU's memory, not on the model: 18 bytes per parameter (bf16) and the "
         "activations of one sample have to fit.",

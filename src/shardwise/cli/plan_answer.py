@@ -107,7 +107,8 @@ class PlanAnswer:
 def answer(question: PlanQuestion) -> PlanAnswer:
     spec_for, optimizer = question.spec_for, question.optimizer
     found = fixed_candidates(question, quick=question.quick)
-    if AUTO in strategy_names(question.strategy, mesh=question.plan.mesh) and not question.quick:
+    solves = AUTO in strategy_names(question.strategy, mesh=question.plan.mesh) and not question.quick
+    if solves:
         found, chosen, why = _with_auto(question, found)
     else:
         chosen = recommend(found, goal=question.goal, spec_for=spec_for, optimizer=optimizer, quick=question.quick)
@@ -115,7 +116,8 @@ def answer(question: PlanQuestion) -> PlanAnswer:
     ways: list[WayOut] = []
     if chosen.reason is Reason.NOTHING_FITS and not question.quick:
         ways = question.find_ways(question)
-        why = no_fit(found, has_ways=bool(ways))
+        # The solver has said why it has no plan.
+        why = why if solves else no_fit(found, has_ways=bool(ways))
     return PlanAnswer(
         question=question,
         found=found,

@@ -9,6 +9,7 @@ from shardwise.cli.plan_options import PlanOptions
 from shardwise.errors import ShardwiseError
 from shardwise.hardware import Cluster
 from shardwise.hardware.prices import prices
+from shardwise.plan.limits import LIMITS
 from shardwise.plan.placement import AUTO
 from shardwise.planner.search.candidates import Candidate
 from shardwise.planner.search.larger_clusters import larger_clusters
@@ -81,7 +82,7 @@ def _kinds(question: PlanQuestion) -> Iterator[tuple[str, Iterable[PlanOptions]]
     if asked.quantize is None:
         quantized = replace(free, lora=asked.lora or LORA_RANK, quantize="nf4")
         yield "QLoRA: adapters on a model in 4 bits", [quantized]
-    if asked.like or asked.engine == "torch":
+    if asked.like or not LIMITS[question.plan.engine].has("capture"):
         yield "Shardwise's engine", [replace(free, like="", engine=None, recompute=None)]
     if asked.precision == "fp32":
         yield "computation in {precision}", [replace(free, precision="bf16")]
