@@ -82,6 +82,7 @@ def _kinds(question: PlanQuestion) -> Iterator[tuple[str, Iterable[PlanOptions]]
     if asked.quantize is None:
         quantized = replace(free, lora=asked.lora or LORA_RANK, quantize="nf4")
         yield "QLoRA: adapters on a model in 4 bits", [quantized]
+    # Only ours runs units as CUDA graphs.
     if asked.like or not LIMITS[question.plan.engine].has("capture"):
         yield "Shardwise's engine", [replace(free, like="", engine=None, recompute=None)]
     if asked.precision == "fp32":

@@ -83,7 +83,6 @@ PRIVATE = {
     "make_subclass": Private("torch:Tensor._make_subclass", "fills a quantised weight from the meta device"),
     "make_wrapper_subclass": Private("torch:Tensor._make_wrapper_subclass", "describes slices to torch's checkpoints"),
     "BatchNorm": Private("torch.nn.modules.batchnorm:_BatchNorm", "keeps BatchNorm in fp32"),
-    "NormBase": Private("torch.nn.modules.batchnorm:_NormBase", "restores running statistics after a trial"),
     "IncompatibleKeys": Private(
         "torch.nn.modules.module:_IncompatibleKeys", "answers load_state_dict as torch does", given=2
     ),

@@ -134,7 +134,6 @@ if TYPE_CHECKING:
     make_subclass = torch.Tensor._make_subclass
     make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
     BatchNorm = batchnorm._BatchNorm
-    NormBase = batchnorm._NormBase
     IncompatibleKeys = torch.nn.modules.module._IncompatibleKeys
     save_to_state_dict = torch.nn.Module._save_to_state_dict
     register_load_state_dict_pre_hook = torch.nn.Module._register_load_state_dict_pre_hook

@@ -178,7 +178,8 @@ class UnitGraphs:
 
     def _begin(self, trains: bool, learned: bool) -> None:
         """Begin a pass, and decide how its units run."""
-        # There is one device. Its backward on a thread of its own waits twice per step for a core to wake up.
+        # There is one device, so a thread of its own gains nothing: bert-base takes 14.8 ms per step with one, and 13.1
+        # without (H200).
         torch.autograd.set_multithreading_enabled(False)
         self._keep_gradients()
         self._end_recordings()
