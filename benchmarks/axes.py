@@ -83,7 +83,8 @@ def _cell(one: Candidate) -> str:
     return f"{one.time.tokens_per_s_per_gpu:,.0f}, {fixed(one.memory.device_bytes, unit=GIB)}{fits}"
 
 
-def main() -> None:
+def section() -> str:
+    """Return the table of the page."""
     ways = (
         "fsdp over all ranks",
         "fsdp across ddp",
@@ -92,7 +93,11 @@ def main() -> None:
         "across zero2, × over all",
     )
     heads = ("Llama-3.1", "cluster", "passes", "reduced in", *ways)
-    PAGE.write_text(fill(PAGE.read_text(), {"axes": table(heads, list(lines()))}))
+    return table(heads, list(lines()))
+
+
+def main() -> None:
+    PAGE.write_text(fill(PAGE.read_text(), {"axes": section()}))
 
 
 if __name__ == "__main__":

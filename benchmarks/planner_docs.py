@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
+import axes
 import estimators
 import fit_overhead
 import planner_speed
@@ -181,6 +182,7 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
     "probed": probed,
     "compared": compared,
     "speed": speed,
+    "axes": lambda _: axes.section(),
 }
 
 
