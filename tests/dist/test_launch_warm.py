@@ -47,6 +47,15 @@ def test_a_forked_rank_is_a_child_of_the_launcher_with_its_own_group_and_random_
 
 
 @pytest.mark.timeout(120)
+def test_a_rank_is_shown_by_its_number_and_its_program_instead_of_what_it_was_forked_from(job: Job) -> None:
+    folder, _ = job
+    for number in (0, 1):
+        shown = json.loads((folder / f"rank-{number}.json").read_text())["shown"]
+        assert f"shardwise rank {number} of 2: {PROGRAM} {folder} one $two fail".startswith(shown)
+        assert shown.startswith(f"shardwise rank {number} of 2: /")
+
+
+@pytest.mark.timeout(120)
 def test_an_error_of_a_forked_rank_is_reported_as_always(job: Job) -> None:
     folder, done = job
     assert done.returncode == 1
