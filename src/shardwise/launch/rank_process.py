@@ -16,6 +16,7 @@ import sys
 
 from shardwise.comm.job_environment import start_of
 from shardwise.errors import ShardwiseError
+from shardwise.files.data_file import read_content
 from shardwise.launch.failure import announce_exit, report, stalls_reported, write_to_log
 from shardwise.launch.stop_signals import STOP_SIGNALS
 
@@ -24,6 +25,7 @@ LAUNCHER = "SHARDWISE_LAUNCHER"
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 # Fields of /proc/PID/stat, counted from 1: where the command line begins and ends in memory.
 _ARGUMENTS = (48, 49)
+_MOST_STAT_BYTES = 4096
 
 
 def main() -> None:
@@ -88,9 +90,8 @@ def _show_as(title: str, *, name: str) -> None:
     The kernel reads a command line from where it lay at the start, as much as there is room for. `name`: for top.
     """
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
-    with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
-        # Those after the name, which is in brackets, from the third on.
-        fields = file.read().rpartition(")")[2].split()
+    # Those after the name, which is in brackets, from the third on.
+    fields = read_content("/proc/self/stat", most_bytes=_MOST_STAT_BYTES).rpartition(b")")[2].split()
     first, last = (int(fields[number - 3]) for number in _ARGUMENTS)
     if first < last:
         # A kernel that hides the addresses says 0.
