@@ -88,9 +88,9 @@ def snapshot(
     state = state_of(model)
     if optimizer is not None or ema is not None:
         # Weights alone may be saved with the values that they have at the moment.
-        state.check_values(model, what="a checkpoint of a training")
+        state.check_values(what="a checkpoint of a training")
     # First: it makes the engine adopt a new optimizer.
-    groups = state.group_names(model, optimizer) if optimizer is not None else []
+    groups = state.group_names(optimizer) if optimizer is not None else []
     held = holding(model)
     written = partial(_written, sharers=sharers)
     pieces = [written(MODEL + part.name, part, part.parameter) for part in held.slices]
@@ -109,7 +109,7 @@ def snapshot(
         pieces += _empty(held)
     mine = {key: value for key, value in own.items() if isinstance(value, Tensor)}
     pieces += [StatePiece.whole(f"{OWN}{ranks.index}.{key}", value) for key, value in mine.items()]
-    plan = state.plan_of(model)
+    plan = state.plan
     average = None
     if ema is not None:
         average = {"decay": ema.decay, "num_updates": ema.num_updates, "parameters": ema.names()}
@@ -189,9 +189,9 @@ def loading(
 ) -> Loading:
     """Describe what this rank reads from a checkpoint; only `finish` changes the model and the optimizer."""
     state = state_of(model)
-    state.check_values(model, what="a load of a checkpoint")
+    state.check_values(what="a load of a checkpoint")
     # First: it makes the engine adopt a new optimizer.
-    groups = state.group_names(model, optimizer) if optimizer is not None else []
+    groups = state.group_names(optimizer) if optimizer is not None else []
     held = holding(model)
     check_fits(manifest, held)
     windows: list[_Window] = [_Window(MODEL + part.name, part, part.parameter) for part in held.slices]
@@ -216,7 +216,7 @@ def loading(
             states.take()
         if ema is not None and manifest.contents.ema is not None:
             ema.decay, ema.num_updates = manifest.contents.ema["decay"], manifest.contents.ema["num_updates"]
-        state.slices_filled(model)
+        state.slices_filled()
 
     return Loading(targets=targets, own=own, has_optimizer=states is not None, finish=finish)
 

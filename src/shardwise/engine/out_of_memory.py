@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.comm.rank_progress import PROGRESS, UPDATE
-from shardwise.engine.engine import Engine, engine_of, is_prepared
+from shardwise.engine.engine import EngineParts, engine_of, is_prepared
 from shardwise.engine.prepared.inventory import held_tensors
 from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES
@@ -53,7 +53,7 @@ def _made(init: Callable[..., None], error: torch.OutOfMemoryError, *arguments: 
 _MODELS: WhileAlive[nn.Module] = WhileAlive(replaced(torch.OutOfMemoryError, "__init__", _made))
 
 
-def _describe(engines: Sequence[Engine]) -> Iterator[str]:
+def _describe(engines: Sequence[EngineParts]) -> Iterator[str]:
     rank = dist.get_rank() if dist.is_initialized() else 0
     yield f"rank {rank} ran out of memory in {PROGRESS.standing(rank, idle_seconds=0.0)}"
     held = held_now(engines)
@@ -69,7 +69,7 @@ def _describe(engines: Sequence[Engine]) -> Iterator[str]:
             )
 
 
-def held_now(engines: Sequence[Engine]) -> dict[str, int]:
+def held_now(engines: Sequence[EngineParts]) -> dict[str, int]:
     """Return the bytes on the device by category.
 
     Allocated memory that the engines do not know is activations in forward and backward, and optimizer temporaries in
@@ -80,7 +80,7 @@ def held_now(engines: Sequence[Engine]) -> dict[str, int]:
     for engine in engines:
         optimizers: list[Optimizer | None] = [*engine.owned.group_names]
         for optimizer in optimizers or [None]:
-            for category, tensor in held_tensors(engine, engine.core.model, optimizer):
+            for category, tensor in held_tensors(engine, optimizer):
                 storage = tensor.untyped_storage()
                 if tensor.device == device and category != HOST and storage.nbytes():
                     seen.setdefault(storage.data_ptr(), (category, storage.nbytes()))
@@ -106,7 +106,7 @@ def _of_device(device: torch.device) -> str:
     )
 
 
-def states_bytes(engine: Engine, plan: Plan) -> int | None:
+def states_bytes(engine: EngineParts, plan: Plan) -> int | None:
     """Return the predicted peak without activations; None if the planner has no rule for the optimizer."""
     rule = _rule(next(iter(engine.owned.group_names), None), device=engine.device)
     if rule is None:
@@ -126,7 +126,7 @@ def states_bytes(engine: Engine, plan: Plan) -> int | None:
     return found.allocated_bytes
 
 
-def _states(engine: Engine) -> Iterator[str]:
+def _states(engine: EngineParts) -> Iterator[str]:
     """Predict the peak of each strategy without activations: the model is not traced."""
     plan, needs = engine.core.followed.plan, {}
     for strategy in STRATEGIES:

@@ -17,11 +17,11 @@ from shardwise.comm.groups import mesh_groups
 from shardwise.comm.join import join_job
 from shardwise.comm.watch import check_watch_seconds, watch_over
 from shardwise.engine.activations.tiled import check_tiles
+from shardwise.engine.carry import carry_engine
 from shardwise.engine.checked_plan import check_plan
 from shardwise.engine.core.assembly import make_core
 from shardwise.engine.core.core_setting import CoreSetting
 from shardwise.engine.core.precision import check_kept, torch_dtype, warn_upcast
-from shardwise.engine.engine import is_prepared
 from shardwise.engine.guards.carried import broadcast_carried, follow_carried
 from shardwise.engine.guards.description import (
     advise_on_segments,
@@ -57,12 +57,11 @@ from shardwise.engine.optimizer.known import (
 from shardwise.engine.optimizer.owned import OwnedParameters
 from shardwise.engine.optimizer.reach import Verdict
 from shardwise.engine.optimizer.streamed_update import check_streamed
-from shardwise.engine.our_engine import OurEngine
+from shardwise.engine.our_engine import Engine
 from shardwise.engine.out_of_memory import explain_out_of_memory
 from shardwise.engine.prepared.prepared_module import become_prepared
-from shardwise.engine.protocol import carry_engine
 from shardwise.engine.workspaces import take_workspaces
-from shardwise.errors import InvalidModel, InvalidPlan
+from shardwise.errors import InvalidPlan
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.patterns import unmatched
@@ -93,8 +92,6 @@ def prepare_on_ours(
     that cannot step slices (optimizer/reach.py tests it on small tensors) steps each parameter unsharded, on the rank
     that owns it.
     """
-    if is_prepared(model):
-        raise InvalidModel(f"this {type(model).__name__} has been through shardwise.prepare already")
     optimizers = _listed(optimizer)
     chosen = join_job(asked_device(model, device=device))
     mesh = plan.mesh or Mesh(shard=dist.get_world_size())
@@ -169,7 +166,7 @@ def _warn_owned(model: nn.Module, optimizers: Sequence[Optimizer], *, owned: Col
             warn_owned(optimizer, num_owned=num_owned, num_held=len(held))
 
 
-def _watch(engine: OurEngine, *, limit_seconds: float) -> None:
+def _watch(engine: Engine, *, limit_seconds: float) -> None:
     """Have the watchdog end the job when a collective does not end."""
     if limit_seconds:
         # An error that names the way out comes before the watchdog ends the job.
@@ -182,7 +179,7 @@ def _watch(engine: OurEngine, *, limit_seconds: float) -> None:
     )
 
 
-def _history(held: "weakref.ref[OurEngine]") -> dict[int, dict[str, list[str]]]:
+def _history(held: "weakref.ref[Engine]") -> dict[int, dict[str, list[str]]]:
     engine = held()
     return {} if engine is None else engine.guards.same_order.history()
 
@@ -199,7 +196,7 @@ def _engine(
     any_optimizer: bool,
     compare_every: int,
     weights: Mapping[str, Tensor] | None,
-) -> OurEngine:
+) -> Engine:
     """Give the model its buffers and its core, and attach the other parts to the core."""
     broadcast_carried(model, device=setting.device, group=setting.groups.world.handle)
     guard_units(setting.events)
@@ -212,7 +209,7 @@ def _engine(
         unit.settle()
     for flat, index, parameter in places:
         owned.cover(flat, index, parameter)
-    return OurEngine(core=core, guards=guards, owned=owned)
+    return Engine(core=core, guards=guards, owned=owned)
 
 
 def _check(model: nn.Module, spec: ModelSpec, *, plan: Plan, mesh: Mesh, device: torch.device) -> dict[str, Placement]:

@@ -96,7 +96,7 @@ class _Rows:
 def known_storages(model: nn.Module, optimizer: Optimizer, *, batch: Any) -> dict[int, str]:
     """Return address → category of the storages that an engine knows now."""
     known: dict[int, str] = {}
-    tensors = state_of(model).held_tensors(model, optimizer)
+    tensors = state_of(model).held_tensors(optimizer)
     leaves = ((ACTIVATIONS, leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
     for category, tensor in (*tensors, *leaves):
         storage = tensor.untyped_storage()

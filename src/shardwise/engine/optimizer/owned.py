@@ -46,16 +46,14 @@ from shardwise.plan.patterns import short_patterns
 class OwnedParameters(OptimizerSlices):
     """The optimizers of a prepared model.
 
-    matrices        the parameters that are stepped unsharded
-    numbers         each optimizer's number, in the order in which all ranks have adopted them
-    limit_seconds   limit of a rank's wait for the others in a state_dict
+    matrices   the parameters that are stepped unsharded
+    numbers    each optimizer's number, in the order in which all ranks have adopted them
     """
 
     def __init__(self, core: Core, *, any_optimizer: bool) -> None:
         super().__init__(core)
         self.matrices = OwnedMatrices(core)
         self._update_apart(core)
-        self.limit_seconds = 60.0
         self.numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._num_adopted = 0
         self._stepped: dict[int, Stepped] = {}
@@ -286,7 +284,7 @@ class OwnedParameters(OptimizerSlices):
         optimizer = held()
         assert optimizer is not None
         if any(flat.placement.optim.is_sharded for flat in self.core.flats):
-            meet("optimizer.state_dict", limit_seconds=self.limit_seconds)
+            meet("optimizer.state_dict", limit_seconds=self.core.followed.limit_seconds)
         self.streamed.settle()
         states = unsharded_states(optimizer, flats=self.core.flats, matrices=self.matrices.of(optimizer))
         return numbered_state(optimizer, states=states, names=self.group_names[optimizer])
