@@ -11,10 +11,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from shardwise.comm.collectives import Work
 from shardwise.comm.groups import MeshGroups
 from shardwise.engine.core.host_states import HostMemory
-from shardwise.engine.core.master import Master
+from shardwise.engine.core.master import Gathered, Master
 from shardwise.engine.fp8.fp8_bytes import Fp8Bytes
 from shardwise.plan.placement import SHARDED, Where
 from shardwise.vocabulary.layout import BufferCut, Layout
@@ -22,7 +21,7 @@ from shardwise.vocabulary.layout import BufferCut, Layout
 _AT_ONCE: AbstractContextManager[None] = nullcontext()
 
 
-class FullBuffer:
+class FullBuffer(Gathered):
     """The parameters of one unit and one dtype, end to end.
 
     views       the parameters' places
@@ -51,7 +50,6 @@ class FullBuffer:
         self.followed = False
         # A context in which its memory is always at one address; None: anywhere.
         self._slot: AbstractContextManager[None] | None = None
-        self.gathering: Work | None = None
 
     def lay_out(self) -> None:
         """Allocate it, and make the parameters' places in it."""
@@ -111,7 +109,7 @@ class FullBuffer:
     def _loading(self, master: Master, host: HostMemory) -> Iterator[None]:
         with host.loading(after=master.update):
             yield
-        self.gathering = host.arrival(self.gathering, then=master.was_read)
+        self.begin(host.arrival(self.gathering, then=master.was_read))
 
     def load(self, master: Master) -> None:
         """Cast what this rank owns into its place."""
@@ -119,16 +117,6 @@ class FullBuffer:
             self.fp8.load_own()
         elif not master.aliased:
             self.own.copy_(master.staged, non_blocking=True)
-
-    def begin(self, gathering: Work) -> None:
-        """Wait for this gather, which was issued, before it is read."""
-        self.gathering = gathering
-
-    def wait(self) -> None:
-        """Wait for the gather; then it may be read."""
-        if self.gathering is not None:
-            self.gathering.wait()
-            self.gathering = None
 
     def free(self) -> None:
         """Give its memory back; its views stay and come back to life with the next gather."""
