@@ -86,7 +86,7 @@ def on_core(plan: Plan, *, rank: int, num_passes: int) -> dict[str, Tensor]:
         for name, view in zip(flat.names, flat.full.views_of(flat.full_master()), strict=True):
             masters[name] = view.clone()
     late.assert_all_waited()
-    core.detach()
+    core.hooks.detach()
     return masters
 
 

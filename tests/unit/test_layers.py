@@ -183,6 +183,15 @@ def test_every_import_goes_downward() -> None:
         assert not above, f"{path.relative_to(SOURCE)} imports {', '.join(above)}, which is above it"
 
 
+def test_the_engines_core_imports_nothing_of_its_guests() -> None:
+    """Guards, graphs, optimizers, host memory and fp8 attach themselves to it."""
+    core = SOURCE / "engine" / "core"
+    for path in sorted(core.rglob("*.py")):
+        imported = {name for name in imported_and_named(path.read_text())[0] if name.startswith("shardwise.engine.")}
+        guests = {name for name in imported if not f"{name}.".startswith("shardwise.engine.core.")}
+        assert not guests, f"{path.name} imports {', '.join(guests)}"
+
+
 @pytest.mark.parametrize(
     "source",
     [

@@ -14,6 +14,7 @@ from shardwise.engine.carry import find_engine, require_engine
 from shardwise.engine.core.core import Core
 from shardwise.engine.core.step_events import announce
 from shardwise.engine.core.tape import Tape
+from shardwise.engine.fp8.layer_classes import multiply_in_fp8
 from shardwise.engine.graphs.unit_graphs import UnitGraphs, unit_graphs_of
 from shardwise.engine.guards.guards import Guards
 from shardwise.engine.guards.inner_calls import InnerCalls
@@ -56,7 +57,7 @@ class EngineParts:
         """Register the hooks on the model."""
         self.core.attach()
         inner = InnerCalls(self.core).attach()
-        self.handles = [*attach_loads(self.core), *self.guards.attach(), *inner]
+        self.handles = [*multiply_in_fp8(self.core), *attach_loads(self.core), *self.guards.attach(), *inner]
 
     def wrap(self) -> None:
         """Wrap the units' forwards as the plan says."""
@@ -69,7 +70,7 @@ class EngineParts:
 
     def detach(self) -> None:
         """Remove the hooks and restore the modules' original forward."""
-        self.core.detach()
+        self.core.hooks.detach()
         self.guards.detach()
         for handle in self.handles:
             handle.remove()

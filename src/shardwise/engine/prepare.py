@@ -22,6 +22,7 @@ from shardwise.engine.checked_plan import check_plan
 from shardwise.engine.core.assembly import make_core
 from shardwise.engine.core.core_setting import CoreSetting
 from shardwise.engine.core.precision import check_kept, torch_dtype, warn_upcast
+from shardwise.engine.fp8.fp8_bytes import Fp8Bytes
 from shardwise.engine.guards.carried import broadcast_carried, follow_carried
 from shardwise.engine.guards.description import (
     advise_on_segments,
@@ -127,6 +128,7 @@ def prepare_on_ours(
         collectives=collectives or _collectives(plan),
         device=chosen,
         host=host_copies(plan, device=chosen),
+        narrow=Fp8Bytes,
         alignment=slice_alignment(verdicts),
     )
     owned = _owned_names(verdicts)

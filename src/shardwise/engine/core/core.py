@@ -7,7 +7,6 @@ Guards, graphs of units, changes of the plan and the functions for a prepared mo
 and the events (step_events.py).
 """
 
-from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from functools import partial
 
@@ -25,7 +24,6 @@ from shardwise.engine.core.second_order import leave_to_autograd
 from shardwise.engine.core.step_events import announce
 from shardwise.engine.core.step_state import Move, Phase, StepState
 from shardwise.engine.core.unit import Unit
-from shardwise.engine.fp8.layer_classes import multiply_in_fp8
 from shardwise.program import Trigger
 from shardwise.program.hooks import StepHooks
 from shardwise.spec import ROOT, UNANNOUNCED, ModelSpec
@@ -52,7 +50,6 @@ class Core:
         for unit in units.values():
             is_lent = unit.from_root and unit.sharded
             unit.listen(self.hooks.grads[unit], lend=partial(self._lend, unit) if is_lent else bool)
-        self._undo: list[Callable[[], None]] = []
 
     @property
     def flats(self) -> list[FlatParams]:
@@ -67,24 +64,7 @@ class Core:
     def attach(self) -> None:
         """Listen to the model."""
         self.hooks.handles.extend(attach_casts(self.model, plan=self.followed.plan))
-        self._multiply_in_fp8()
         self.hooks.attach()
-
-    def _multiply_in_fp8(self) -> None:
-        gathered = {
-            flat.names[index]: (weight, self.executor.scales.inverses[flat.names[index]])
-            for flat in self.flats
-            if flat.full.fp8 is not None
-            for index, weight in flat.full.fp8.weights.items()
-        }
-        self._undo = multiply_in_fp8(self.model, spec=self.followed.spec, plan=self.followed.plan, gathered=gathered)
-
-    def detach(self) -> None:
-        """Listen to the model no more."""
-        self.hooks.detach()
-        for undo in self._undo:
-            undo()
-        self._undo = []
 
     # Another program
 

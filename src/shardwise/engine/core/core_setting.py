@@ -1,5 +1,6 @@
 """The setting of a core: what all its parts are made with."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -7,7 +8,7 @@ import torch
 from shardwise.comm.collectives import Collectives
 from shardwise.comm.groups import MeshGroups
 from shardwise.engine.core.gradient_memory import GradientMemory
-from shardwise.engine.core.host_states import HostMemory, WorkBeside
+from shardwise.engine.core.guests import HostMemory, NarrowBuffer, WorkBeside
 from shardwise.engine.core.pass_state import PassState
 from shardwise.engine.core.step_events import StepEvents
 from shardwise.engine.core.tape import Tape
@@ -19,7 +20,7 @@ from shardwise.vocabulary.layout import ALIGNMENT
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreSetting:
     """`alignment`: slices begin at multiples of it; `host`: where sharded states live, if not on the device; `beside`:
-    what runs while the device computes.
+    what runs while the device computes; `narrow`: makes buffers for weights that are gathered in fewer bits.
     """
 
     spec: ModelSpec
@@ -28,6 +29,7 @@ class CoreSetting:
     collectives: Collectives
     device: torch.device
     host: HostMemory | None = None
+    narrow: Callable[..., NarrowBuffer] | None = None
     alignment: int = ALIGNMENT
     tape: Tape = field(default_factory=Tape)
     events: StepEvents = field(default_factory=StepEvents)

@@ -1,8 +1,8 @@
 """The full buffer: what modules compute with.
 
 Parameters are views of it, in the compute dtype. It is freed by resizing its storage to 0, so that what autograd saved
-of the parameters is valid again as soon as it is gathered again. Weights that are gathered in fp8 (fp8_bytes.py) are
-views of a full buffer of bytes.
+of the parameters is valid again as soon as it is gathered again. Weights that are gathered in
+fewer bits are views of a full buffer of bytes.
 """
 
 from collections.abc import Iterator
@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.groups import MeshGroups
-from shardwise.engine.core.host_states import HostMemory
+from shardwise.engine.core.guests import HostMemory, NarrowBuffer
 from shardwise.engine.core.master import Gathered, Master
-from shardwise.engine.fp8.fp8_bytes import Fp8Bytes
 from shardwise.plan.placement import SHARDED, Where
 from shardwise.vocabulary.layout import BufferCut, Layout
 
@@ -38,14 +37,14 @@ class FullBuffer(Gathered):
         sharded: bool,
         device: torch.device,
         groups: MeshGroups,
-        fp8: Fp8Bytes | None = None,
+        narrow: NarrowBuffer | None = None,
     ) -> None:
         self.sharded = sharded
-        self.fp8 = fp8
+        self.narrow = narrow
         self.layout, self._groups = layout, groups
         self._cut = layout.cut()
         # Empty until it is laid out.
-        self.buffer = torch.empty(0, dtype=torch.uint8 if fp8 else dtype, device=device)
+        self.buffer = torch.empty(0, dtype=torch.uint8 if narrow else dtype, device=device)
         self.views: list[Tensor] = []
         self.followed = False
         # A context in which its memory is always at one address; None: anywhere.
@@ -58,7 +57,7 @@ class FullBuffer(Gathered):
         self._storage = self.buffer.untyped_storage()
         self.num_bytes = self._storage.nbytes()
         # Made while there is storage behind them: a view of freed storage can be kept, but not made.
-        self.views = self.views_of(self.buffer) if self.fp8 is None else self.fp8.lay_out(self.buffer)
+        self.views = self.views_of(self.buffer) if self.narrow is None else self.narrow.lay_out(self.buffer)
         self.own = self.buffer[self.part(SHARDED)]
         self.whole = True
 
@@ -113,8 +112,8 @@ class FullBuffer(Gathered):
 
     def load(self, master: Master) -> None:
         """Cast what this rank owns into its place."""
-        if self.fp8 is not None:
-            self.fp8.load_own()
+        if self.narrow is not None:
+            self.narrow.load_own()
         elif not master.aliased:
             self.own.copy_(master.staged, non_blocking=True)
 
@@ -130,7 +129,7 @@ class FullBuffer(Gathered):
         self.buffer = self.own = self.buffer.new_empty(0)
         self._storage = self.buffer.untyped_storage()
         self.views = []
-        self.fp8 = None
+        self.narrow = None
 
 
 def cut_pieces(buffer: Tensor, cut: BufferCut) -> list[Tensor]:

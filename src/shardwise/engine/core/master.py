@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.collectives import Work
-from shardwise.engine.core.host_states import HostMemory
+from shardwise.engine.core.guests import HostMemory
 from shardwise.engine.core.master_writes import MasterWrites
 from shardwise.engine.core.parameters import parameter_like
 

@@ -132,7 +132,7 @@ class _Extension:
     @torch.no_grad()
     def run(self) -> None:
         engine, core = self._engine, self._engine.core
-        core.detach()
+        core.hooks.detach()
         engine.guards.detach()
         for handle in engine.handles:
             handle.remove()

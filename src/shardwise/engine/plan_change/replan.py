@@ -22,6 +22,7 @@ from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.step_events import announce
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.engine import EngineParts
+from shardwise.engine.fp8.fp8_bytes import Fp8Bytes
 from shardwise.engine.guards.guard import wake
 from shardwise.engine.guards.guards import Guards
 from shardwise.engine.guards.resting_units import guard_units
@@ -77,6 +78,7 @@ def replan(engine: EngineParts, plan: Plan) -> None:
         collectives=engine.core.setting.collectives,
         device=engine.device,
         host=host_copies(plan, device=engine.device),
+        narrow=Fp8Bytes,
         tape=engine.core.setting.tape,
         passes=engine.core.setting.passes,
     )
