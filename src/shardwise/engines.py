@@ -7,7 +7,7 @@ import inspect
 import os
 from collections.abc import Callable, Mapping
 from functools import wraps
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from shardwise.engine.prepare import prepare_on_ours
 from shardwise.errors import InvalidModel
 from shardwise.plan import Plan, as_plan
 from shardwise.plan.limits import LIMITS
+from shardwise.spec import ModelSpec
 from shardwise.vocabulary.tested_versions import warn_if_untested_torch
 
 if TYPE_CHECKING:
@@ -93,7 +94,15 @@ def prepare(
         watch_seconds=watch_seconds,
         compare_every=compare_every,
         weights=weights,
+        predict=_states_peaks,
     )
+
+
+def _states_peaks(spec: ModelSpec, **setting: Any) -> dict[str, int]:
+    """Predict for an out-of-memory error: only a job that fails imports the planner."""
+    from shardwise.planner.memory.states_peak import states_peaks
+
+    return states_peaks(spec, **setting)
 
 
 def _of_engine(method: Callable[Concatenate[Engine, Given], Result]) -> Callable[Concatenate[nn.Module, Given], Result]:

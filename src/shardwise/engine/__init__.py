@@ -4,6 +4,7 @@ The core trains a model under every strategy and knows nothing else. Everything 
 operations to its program, or uses its methods (core/core.py); take it away, and the core computes the same
 (tests/dist/test_core_alone.py). From the bottom up:
 
+hooks/           a forward and a backward become triggers at units; the trace and the profile listen to them, too
 core/            units (full buffers, masters, gradients), buckets, the executor, the tape, an optimizer's slices
 guards/          misuse, foreign writes, ranks that do different things or hold different bits, ranks with equal batches
 optimizer/       can an optimizer step slices (reach.py); matrices that one rank owns, states, the fp16 scaler

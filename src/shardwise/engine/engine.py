@@ -1,7 +1,7 @@
 """The parts of a prepared model: its core, and what is attached to it."""
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,16 +29,16 @@ class EngineParts:
 
     A new plan replaces the core and the guards, not this object. Every one is an Engine, which has the methods.
 
-    predicts_alone   out-of-memory errors include the engine's own predictions (out_of_memory/)
-    averages         averages of the parameters (prepared/average.py) that are in use
-    graphs           units as CUDA graphs (graphs/); None on a CPU, and where the plan says so
-    undo             restore the modules' original forward
+    predict    returns each strategy's peak without activations, for out-of-memory errors; None: they have none
+    averages   averages of the parameters (prepared/average.py) that are in use
+    graphs     units as CUDA graphs (graphs/); None on a CPU, and where the plan says so
+    undo       restore the modules' original forward
     """
 
     core: Core
     guards: Guards
     owned: OwnedParameters
-    predicts_alone: bool = True
+    predict: Callable[..., Mapping[str, int]] | None = None
     averages: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     graphs: UnitGraphs | None = None
     handles: list[Any] = field(default_factory=list)

@@ -1,7 +1,7 @@
 """`prepare_on_ours`: makes an ordinary model and optimizer run a plan. They stay the same objects."""
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -86,12 +86,13 @@ def prepare_on_ours(
     watch_seconds: float,
     compare_every: int,
     weights: Mapping[str, Tensor] | None,
+    predict: Callable[..., Mapping[str, int]],
 ) -> tuple[nn.Module, AnyOptimizer]:
     """Make `model` and `optimizer` run `plan` on our engine; return the same two objects. Collective.
 
-    shardwise.prepare documents the arguments. A model on the meta device is filled straight into shards. An optimizer
-    that cannot step slices (optimizer/reach.py tests it on small tensors) steps each parameter unsharded, on the rank
-    that owns it.
+    shardwise.prepare documents the arguments; `predict` is for out-of-memory errors. A model on the meta device is
+    filled straight into shards. An optimizer that cannot step slices (optimizer/reach.py tests it on small tensors)
+    steps each parameter unsharded, on the rank that owns it.
     """
     optimizers = _listed(optimizer)
     chosen = join_job(asked_device(model, device=device))
@@ -148,6 +149,7 @@ def prepare_on_ours(
     )
     for one in optimizers:
         engine.owned.adopt(one, owned=owned)
+    engine.predict = predict
     together(engine.attach)
     together(engine.wrap)
     carry_engine(model, engine)

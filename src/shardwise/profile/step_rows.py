@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.dtensor import dtensor_types
+from shardwise.engine.hooks.step_hooks import StepHooks
 from shardwise.program import Trigger
-from shardwise.program.hooks import StepHooks
 from shardwise.spec import ROOT, ModelSpec
 from shardwise.torch_engine.plain_model import state_of
 from shardwise.vocabulary.categories import ACTIVATIONS, HOST, OTHER

@@ -20,8 +20,8 @@ class TorchEngine(PlainModel):
     """DistributedDataParallel, or `fully_shard` on each unit, under one plan."""
 
     plan: Plan
-    # torch's errors carry no advice of ours.
-    predicts_alone = False
+    # torch's errors carry no predictions of ours.
+    predict: None = None
 
     # Plans and steps
 

@@ -112,7 +112,7 @@ def _run(
         training = set_up(config, place=place)
         training.tell = partial(say, console)
         # `memory_handled` has everything that a prediction needs.
-        require_engine(training.model).predicts_alone = False
+        require_engine(training.model).predict = None
         checkpoints = Checkpoints(
             place_of_checkpoints,
             keep=config.checkpoint.keep,

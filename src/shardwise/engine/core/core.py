@@ -1,6 +1,6 @@
 """The core: what happens in the steps of a model → the rows of its program.
 
-It listens to the model's hooks (program/hooks.py) and moves the cursor through the program (program/run.py), whose
+It listens to the model's hooks (hooks/step_hooks.py) and moves the cursor through the program (program/run.py), whose
 rows the executor does on tensors. Which program that is says followed_program.py.
 
 Guards, graphs of units, changes of the plan and the functions for a prepared model use its methods, those of its parts,
@@ -24,8 +24,8 @@ from shardwise.engine.core.second_order import leave_to_autograd
 from shardwise.engine.core.step_events import announce
 from shardwise.engine.core.step_state import Move, Phase, StepState
 from shardwise.engine.core.unit import Unit
+from shardwise.engine.hooks.step_hooks import StepHooks
 from shardwise.program import Trigger
-from shardwise.program.hooks import StepHooks
 from shardwise.spec import ROOT, UNANNOUNCED, ModelSpec
 
 

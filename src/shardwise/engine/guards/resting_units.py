@@ -14,7 +14,7 @@ from shardwise.engine.core.step_errors import called_in_transform, forward_calle
 from shardwise.engine.core.step_events import StepEvents
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.guards.guard import ShardedParameter, refuse, rest, runs_forward_of, wake
-from shardwise.program.hooks import transforming
+from shardwise.engine.hooks.step_hooks import transforming
 
 
 def guard_units(events: StepEvents) -> None:
