@@ -194,6 +194,15 @@ def test_the_engines_core_imports_nothing_of_its_guests() -> None:
         assert not guests, f"{path.name} imports {', '.join(guests)}"
 
 
+def test_checkpoints_and_recovery_import_no_internals_of_the_engine() -> None:
+    """What a rank holds, an average of it, and the states of random generators: no buffers and no core."""
+    allowed = {"owned_model", "prepared.average", "random_states"}
+    for path in sorted(path for name in ("checkpoint", "recovery") for path in (SOURCE / name).rglob("*.py")):
+        imported = imported_and_named(path.read_text())[0]
+        inner = {name.removeprefix("shardwise.engine.") for name in imported if name.startswith("shardwise.engine.")}
+        assert inner <= allowed, f"{path.name} imports {inner - allowed}"
+
+
 @pytest.mark.parametrize(
     "source",
     [
