@@ -14,7 +14,7 @@ import torch
 from shardwise.bench.run_files import Found
 from shardwise.bench.subject import BenchTraining
 from shardwise.bench.tape_spans import Happening
-from shardwise.engine.core.tape import TapeEntry
+from shardwise.engine.core.step_events import TapeEntry
 from shardwise.engine.engine import tape
 from shardwise.engines import find_engine
 from shardwise.plan.limits import LIMITS

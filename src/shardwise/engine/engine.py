@@ -12,8 +12,7 @@ from torch import nn
 from shardwise.engine.activations.wrap import wrap_units
 from shardwise.engine.carry import find_engine, require_engine
 from shardwise.engine.core.core import Core
-from shardwise.engine.core.step_events import announce
-from shardwise.engine.core.tape import Tape
+from shardwise.engine.core.step_events import Tape, announce
 from shardwise.engine.fp8.layer_classes import multiply_in_fp8
 from shardwise.engine.graphs.unit_graphs import UnitGraphs, unit_graphs_of
 from shardwise.engine.guards.guards import Guards

@@ -33,12 +33,12 @@ from shardwise.engine.guards.description import (
     warn_hardly_cut,
 )
 from shardwise.engine.guards.first_inputs import FirstInputs
+from shardwise.engine.guards.guard import guard_units
 from shardwise.engine.guards.guards import Guards
 from shardwise.engine.guards.other_views import check_views
 from shardwise.engine.guards.refuse import check_model
 from shardwise.engine.guards.replicas import check_compare_every
-from shardwise.engine.guards.resting_units import guard_units
-from shardwise.engine.guards.same_options import OptimizerOptions
+from shardwise.engine.guards.same_order import OptimizerOptions
 from shardwise.engine.guards.taken_apart import take_apart
 from shardwise.engine.last_issued import write_records_of
 from shardwise.engine.offload.host_room import check_host_room

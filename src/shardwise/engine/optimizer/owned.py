@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.comm.agreement import agree, meet
-from shardwise.engine.core.closure import StepClosure
 from shardwise.engine.core.core import Core
 from shardwise.engine.core.edited_values import editing
 from shardwise.engine.core.flat import FlatParams
-from shardwise.engine.core.optimizer_slices import OptimizerSlices
+from shardwise.engine.core.optimizer_slices import OptimizerSlices, StepClosure
 from shardwise.engine.core.step_errors import not_reduced_yet
 from shardwise.engine.optimizer.allocate import suit_devices
 from shardwise.engine.optimizer.backward_update import BackwardUpdate

@@ -23,9 +23,8 @@ from shardwise.engine.core.step_events import announce
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.engine import EngineParts
 from shardwise.engine.fp8.fp8_bytes import Fp8Bytes
-from shardwise.engine.guards.guard import wake
+from shardwise.engine.guards.guard import guard_units, wake
 from shardwise.engine.guards.guards import Guards
-from shardwise.engine.guards.resting_units import guard_units
 from shardwise.engine.last_issued import write_records_of
 from shardwise.engine.offload.host_room import check_host_room, host_bytes
 from shardwise.engine.offload.transfer import host_copies
