@@ -302,11 +302,14 @@ class OwnedParameters(OptimizerSlices):
         assert optimizer is not None
         if self._steps_slices[optimizer] and called_by_torchs():
             raise foreign_scaler()
-        self.matrices.begin_step(optimizer)
+        if self.core.followed.plan.owned:
+            self.matrices.begin_step(optimizer)
         super().before_step(optimizer)
-        self.streamed.begin_step(optimizer)
+        if self.core.setting.host is not None:
+            self.streamed.begin_step(optimizer)
 
     def _end_step(self, optimizer: Optimizer, closure: StepClosure) -> None:
-        self.streamed.end_step(optimizer)
-        self.streamed.release_first_states()
+        if self.core.setting.host is not None:
+            self.streamed.end_step(optimizer)
+            self.streamed.release_first_states()
         super()._end_step(optimizer, closure)
