@@ -110,10 +110,10 @@ def _of_engine(method: Callable[Concatenate[Engine, Given], Result]) -> Callable
 
     @wraps(method)
     def call(model: nn.Module, *given: Given.args, **options: Given.kwargs) -> Result:
-        result: Result = getattr(require_engine(model), method.__name__)(*given, **options)
-        return result
+        return getattr(require_engine(model), method.__name__)(*given, **options)  # type: ignore[no-any-return]
 
-    own, (model, *_) = inspect.signature(method), inspect.signature(call, follow_wrapped=False).parameters.values()
+    own = inspect.signature(method)
+    model = inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=nn.Module)
     call.__signature__ = own.replace(parameters=[model, *list(own.parameters.values())[1:]])  # type: ignore[attr-defined]
     call.__module__ = __name__
     # It may also be called with the model by its name.

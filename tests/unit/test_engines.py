@@ -149,6 +149,7 @@ def test_every_public_function_is_a_method_with_the_same_parameters() -> None:
     assert len(public) == 12
     for name in public:
         own, method = inspect.signature(functions[name]), inspect.signature(getattr(OURS, name))
+        assert own.parameters["model"].annotation is nn.Module
         assert list(own.parameters.values())[1:] == list(method.parameters.values()), name
         # The words are those of the engine that does it.
         assert functions[name].__doc__ == getattr(Engine, name).__doc__
