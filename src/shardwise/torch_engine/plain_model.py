@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -10,11 +11,14 @@ from torch.optim import Optimizer
 
 from shardwise.comm.dtensor import dtensor_types, local_part
 from shardwise.engine.carry import find_engine
-from shardwise.engine.our_engine import Engine
 from shardwise.engine.owned_model import OwnedModel, OwnedSlice
 from shardwise.errors import CheckpointError, InvalidModel
 from shardwise.plan import Plan
 from shardwise.vocabulary.categories import GRADS, OPTIM, OTHER, PARAMS
+
+if TYPE_CHECKING:
+    # A model in one process does not need it.
+    from shardwise.engine.our_engine import Engine
 
 
 def state_of(model: nn.Module) -> "Engine | PlainModel":
