@@ -6,9 +6,9 @@ from math import prod
 
 from torch import Tensor, nn
 
+from shardwise.checkpoint.padded_rows import vocabularies
 from shardwise.engine.owned_model import OwnedModel, OwnedSlice
 from shardwise.errors import CheckpointError
-from shardwise.models.layers import vocabularies
 from shardwise.torch_engine.plain_model import state_of
 
 
