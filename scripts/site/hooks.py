@@ -63,7 +63,7 @@ def search_boost(page: Page) -> float:
     """Return how much a page counts in a search: less if it answers one question, little if it is no guide."""
     sections = [ancestor.title for ancestor in page.ancestors]
     if "Questions" in sections:
-        return 0.7
+        return 0.4
     return 0.05 if "Measurements" in sections or "Reference" in sections else 1.0
 
 
