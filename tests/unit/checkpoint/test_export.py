@@ -11,8 +11,8 @@ from torch import nn
 
 from shardwise.checkpoint import CheckpointError, Checkpoints, open_checkpoint
 from shardwise.checkpoint.export import export_weights, import_weights
+from shardwise.checkpoint.padded_rows import vocabularies
 from shardwise.errors import InvalidModel
-from shardwise.models.layers import vocabularies
 from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape, LlamaShape
 

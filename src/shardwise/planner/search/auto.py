@@ -81,10 +81,11 @@ def _fixed(
 ) -> list[Candidate]:
     """Return plans with one choice for all units, each at its best micro-batch and recompute mode."""
     plan, rows = request.plan, rows if rows is not None else request.rows or strategies_of(request.plan.engine)
-    free = {name: value for name, value in {"update": "step", "compile": "none"}.items() if getattr(plan, name) == AUTO}
+    update = "step" if plan.update == AUTO else plan.update
+    compiled = "none" if plan.compile == AUTO else plan.compile
     return candidates(
         spec_for,
-        plan=_given(replace(request, plan=replace(plan, **free))),
+        plan=_given(replace(request, plan=replace(plan, update=update, compile=compiled))),
         strategies=[row for row in rows if not plan.offload_states or STRATEGIES[row].grads.is_sharded],
         cluster=with_budget(request.cluster, budget_bytes=request.budget_bytes),
         optimizer=request.optimizer,
