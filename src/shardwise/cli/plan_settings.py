@@ -40,9 +40,9 @@ _TEXTS = (
     *("host_memory", "offload", "optimizer", "goal", "tokens", "capture", "overlap"),
 )
 SETTINGS: Mapping[str, Callable[[str], object]] = {
+    "model": _model,
     **dict.fromkeys(_TEXTS, _text),
     **dict.fromkeys(("micro_batch", "seq", "global_batch", "accumulate"), _whole),
-    "model": _model,
     "price": _money,
     "accumulate_reduced": lambda value: value == "1",
 }
