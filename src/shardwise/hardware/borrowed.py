@@ -109,9 +109,9 @@ class BorrowedKernelModel(KernelModel):
 def _as_calibrated(kernel: Kernel) -> Kernel:
     """Return the kernel over the same elements in 16 bits, if only that is calibrated."""
     if kernel.name.startswith("convolution") and kernel.dtype != "bf16":
-        return replace(kernel, dtype="bf16", num_bytes=kernel.num_bytes / (2 if kernel.dtype == "fp32" else 1))
+        return kernel._replace(dtype="bf16", num_bytes=kernel.num_bytes / (2 if kernel.dtype == "fp32" else 1))
     if kernel.name.startswith("batch_norm"):
-        return replace(kernel, num_bytes=kernel.sizes[0])
+        return kernel._replace(num_bytes=kernel.sizes[0])
     return kernel
 
 

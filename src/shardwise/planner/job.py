@@ -101,7 +101,6 @@ class Job:
     def _ledger(self, rows: Iterable[MemoryRow]) -> Ledger:
         graphs = self.graph_units
         ledger = Ledger(
-            seq=self.spec.seq,
             grads_leave_at_once=self.engine.grads_leave_at_once,
             graph_units=graphs,
             # Otherwise they outlive a pass, whose graphs would overwrite them.
@@ -338,7 +337,7 @@ class Job:
         cast = BYTES_PER_ELEMENT[PRECISIONS[self.precision]] if self.precision != "fp32" else 0
         return NUM_SLOTS * chunk * (MASTER_BYTES * (1 + self.optimizer.num_moments) + cast)
 
-    @property
+    @cached_property
     def host_line(self) -> Line:
         """Bytes in host memory on one rank: states, and activations that wait there for backward."""
         # The first step does not know yet with which unit backward begins; its memory is kept.

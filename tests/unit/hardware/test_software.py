@@ -83,7 +83,7 @@ def test_a_device_without_tf32_does_not_get_faster_by_allowing_it() -> None:
 
 
 def test_fused_attention_in_fp16_is_as_fast_as_in_bf16() -> None:
-    half = replace(ATTENTION, dtype="fp16")
+    half = ATTENTION._replace(dtype="fp16")
     assert kernel_model_of(A100).seconds(half) == pytest.approx(kernel_model_of(A100).seconds(ATTENTION), rel=0.03)
 
 

@@ -8,6 +8,9 @@ from shardwise.planner.memory.constants import MemoryRules
 from shardwise.spec.law import Line
 from shardwise.spec.step import Act, StorageEvent, Stream, What
 
+Size = Line | ColumnSum
+"""Bytes of an allocation, for every batch."""
+
 Point = tuple[int, int, int, int, int]
 """(activations const, per sample, weight copies const, per sample, gradients) above the stream's start."""
 
@@ -16,6 +19,7 @@ Point = tuple[int, int, int, int, int]
 class StreamPeak:
     """A summary of a stream.
 
+    sizes    of the events, in their order
     points   the points that are the highest for some batch
     sums     the same for points with the scratch memory of a column sum on top
     end      the point at its end
@@ -23,6 +27,7 @@ class StreamPeak:
     """
 
     stream: Stream
+    sizes: tuple[Size, ...]
     points: tuple[Point, ...]
     end: Point
     grads: tuple[tuple[str, int], ...] = ()
@@ -35,13 +40,13 @@ def stream_peak(stream: Stream, *, seq: int | None, rules: MemoryRules, grads_le
     points: list[Point] = []
     grads: dict[str, int] = {}
     sums: dict[ColumnSum, list[Point]] = {}
-    for event in stream.events:
-        if event.columns:
+    sizes = tuple(_size(event, seq=seq) for event in stream.events)
+    for event, size in zip(stream.events, sizes, strict=True):
+        if isinstance(size, ColumnSum):
             if rules.sums_in_blocks:
-                column_sum = ColumnSum(event.columns, event.num_bytes.line(seq))
-                sums.setdefault(column_sum, []).append(tuple(height))  # type: ignore[arg-type]
+                sums.setdefault(size, []).append(tuple(height))  # type: ignore[arg-type]
             continue
-        line = _line(event, seq=seq, rules=rules)
+        line = _rounded(size, rules=rules)
         if event.what is What.SCRATCH:
             points.append((height[0] + line.const, height[1] + line.per_sample, *height[2:]))  # type: ignore[arg-type]
             continue
@@ -51,11 +56,15 @@ def stream_peak(stream: Stream, *, seq: int | None, rules: MemoryRules, grads_le
     end: Point = tuple(height)  # type: ignore[assignment]
     left = tuple((owner, size) for owner, size in grads.items() if size)
     on_top = tuple((column_sum, point) for column_sum, below in sums.items() for point in highest(below))
-    return StreamPeak(stream=stream, points=highest(points), end=end, grads=left, sums=on_top)
+    return StreamPeak(stream=stream, sizes=sizes, points=highest(points), end=end, grads=left, sums=on_top)
 
 
-def _line(event: StorageEvent, *, seq: int | None, rules: MemoryRules) -> Line:
+def _size(event: StorageEvent, *, seq: int | None) -> Size:
     line = event.num_bytes.line(seq)
+    return ColumnSum(event.columns, line) if event.columns else line
+
+
+def _rounded(line: Line, *, rules: MemoryRules) -> Line:
     if line.per_sample == 0:
         return Line(-(-line.const // rules.block_bytes) * rules.block_bytes, 0)
     # Sizes that depend on the batch are not rounded up: the error is half a block per storage.

@@ -154,18 +154,22 @@ def _job(
     return job_on(spec, plan=plan, cluster=cluster, optimizer=optimizer, is_wrapped=wrapped, as_graphs=as_graphs)
 
 
-def _memory(job: Job, *, batch: int, cluster: Cluster, quick: bool, system: System) -> MemoryEstimate:
+def _memory(
+    job: Job, *, batch: int, cluster: Cluster, quick: bool, system: System, stops: bool = False
+) -> MemoryEstimate:
     capacity, added = capacity_bytes(cluster), system.added_bytes(job.spec, strategy=job.plan.strategy)
     limit = round(capacity / (1 + job.engine.error_band)) - added if capacity is not None else None
+    expands = system.is_expandable
     found = cluster_memory(
-        job, batch=batch, cluster=cluster, limit_bytes=limit, expands=system.is_expandable, quick=quick
+        job, batch=batch, cluster=cluster, limit_bytes=limit, expands=expands, quick=quick, stops=stops
     )
     return found.plus(added) if added else found
 
 
 def cluster_memory(
-    job: Job, *, batch: int, cluster: Cluster, limit_bytes: int | None, quick: bool, expands: bool = False
-) -> MemoryEstimate:
+    job: Job, *, batch: int, cluster: Cluster, limit_bytes: int | None, quick: bool, expands: bool = False,
+    stops: bool = False,
+) -> MemoryEstimate:  # fmt: skip
     """Return the memory of a job on a cluster (peak.estimate_job)."""
     device = cluster.device
     return estimate_job(
@@ -176,6 +180,7 @@ def cluster_memory(
         limit_bytes=limit_bytes,
         expands=expands or (cluster.expands_segments and not job.plan.captures),
         quick=quick,
+        stops=stops,
     )
 
 
@@ -208,7 +213,7 @@ def largest_batch(
     job = _job(spec, plan=plan, cluster=cluster, optimizer=optimizer, system=system)
 
     def fits(batch: int, *, quick: bool) -> bool:
-        memory = _memory(job, batch=batch, cluster=cluster, quick=quick, system=system)
+        memory = _memory(job, batch=batch, cluster=cluster, quick=quick, system=system, stops=True)
         return _fits(memory, job=job, cluster=cluster) == "yes"
 
     batch = largest_fitting(lambda batch: fits(batch, quick=True))
@@ -372,7 +377,7 @@ def _largest_divisor(
         job = _job(spec, plan=chosen, cluster=cluster, optimizer=optimizer, system=system)
         # If its tensors alone do not fit, the allocator's model need not be run.
         looks = (True,) if quick else (True, False)
-        peaks = (_memory(job, batch=batch, cluster=cluster, quick=look, system=system) for look in looks)
+        peaks = (_memory(job, batch=batch, cluster=cluster, quick=look, system=system, stops=True) for look in looks)
         if all(_fits(peak, job=job, cluster=cluster) in ("yes", "unknown") for peak in peaks):
             return batch
     return batches.allowed()[0]

@@ -53,12 +53,17 @@ class ComputePiece:
 def pieces_of(job: Job) -> list[ComputePiece]:
     """Return the pieces in the order of `job.streams`."""
     forwards = {unit: stream for (trigger, unit, _), stream in job.streams if trigger == BEFORE_FORWARD}
+    recomputed_in: dict[tuple[int, int], int] = {}
     found = []
     for (trigger, unit, _), stream in job.streams:
         if stream.ops:
             is_backward, recomputed = trigger not in FORWARD, 0
             if is_backward and unit in forwards and job.plan.recompute_of(unit) != "none":
-                recomputed = num_recomputed(forwards[unit], stream)
+                # Equal units have the same streams.
+                both = id(forwards[unit]), id(stream)
+                if both not in recomputed_in:
+                    recomputed_in[both] = num_recomputed(forwards[unit], stream)
+                recomputed = recomputed_in[both]
             is_fused = is_compiled(job.plan, unit=unit)
             fp8 = fp8_weights(job.spec.unit(unit), plan=job.plan)
             found.append(ComputePiece(stream, is_backward, recomputed, job.weight(unit), is_fused, fp8=fp8))
@@ -78,6 +83,8 @@ class Pieces:
     device: Device
     # Seconds of single streams, shared by all jobs of the model.
     seen: dict[PieceKey, WorkSeconds]
+    # The share of the model's parameters that are trained.
+    trained: float
     _works: dict[int, list[WorkSeconds]] = field(default_factory=dict)
     _flops: Line | None = None
 
@@ -135,5 +142,7 @@ def timed_pieces(job: Job, *, device: Device) -> Pieces:
     known, seen = _known(job.spec, job.precision, device)
     key = tuple(piece.key for piece in pieces)
     if key not in known:
-        known[key] = Pieces(pieces, job.spec.seq, job.precision, device, seen)
+        params = [tensor for unit in job.spec.units for tensor in unit.params]
+        trained = sum(one.num_elements for one in params if one.trainable) / sum(one.num_elements for one in params)
+        known[key] = Pieces(pieces, job.spec.seq, job.precision, device, seen, trained)
     return known[key]

@@ -299,6 +299,5 @@ def _mfu(prepared: _Prepared, *, samples: int, step_seconds: float) -> float | N
     peak = prepared.cluster.device.flops_per_s(prepared.job.precision)
     if peak is None:
         return None
-    params = [tensor for unit in prepared.job.spec.units for tensor in unit.params]
-    trained = sum(one.num_elements for one in params if one.trainable) / sum(one.num_elements for one in params)
-    return (2 + trained) * prepared.pieces.forward_flops.at(samples) / (step_seconds * peak.value)
+    pieces = prepared.pieces
+    return (2 + pieces.trained) * pieces.forward_flops.at(samples) / (step_seconds * peak.value)

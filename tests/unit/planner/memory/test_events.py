@@ -136,7 +136,7 @@ class Traced:
         rows = memory_rows(
             job.program,
             job._memory(),
-            peaks=[(key, StreamPeak(stream=Stream(), points=(), end=(0, 0, 0, 0, 0))) for key in keys],
+            peaks=[(key, StreamPeak(stream=Stream(), sizes=(), points=(), end=(0, 0, 0, 0, 0))) for key in keys],
             in_order=job.in_order,
             plan=job.plan,
             weights={},
