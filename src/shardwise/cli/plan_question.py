@@ -26,7 +26,7 @@ from shardwise.spec.losses import LEAN, LOSSES, USUAL
 from shardwise.vocabulary.quantities import byte_count
 
 if TYPE_CHECKING:
-    from shardwise.cli.plan_answer import PlanQuestion
+    from shardwise.cli.plan_answer import PlanQuestion, WayOut
     from shardwise.hardware import Cluster
     from shardwise.models.reference import Model
 
@@ -160,6 +160,13 @@ def _lengths(options: PlanOptions) -> tuple[int, ...]:
     return found
 
 
+def _ways_out(question: "PlanQuestion") -> "list[WayOut]":
+    """Look for ways out; only an answer in which nothing fits imports the search for them."""
+    from shardwise.cli.ways_out import ways_out
+
+    return ways_out(question)
+
+
 def question_of(
     options: PlanOptions,
     *,
@@ -168,7 +175,6 @@ def question_of(
 ) -> "PlanQuestion":
     """Return the question that the options ask; a caller with many questions keeps the clusters and the models."""
     from shardwise.cli.plan_answer import PlanQuestion
-    from shardwise.cli.ways_out import ways_out
     from shardwise.plan import Plan
     from shardwise.planner.search.request import RECOMPUTES
 
@@ -195,7 +201,7 @@ def question_of(
     return PlanQuestion(
         options=options,
         ask=partial(question_of, cluster_of=cluster_of, named=named),
-        find_ways=ways_out,
+        find_ways=_ways_out,
         model=model,
         spec_for=model.spec_for,
         plan=plan,

@@ -42,9 +42,8 @@ class SpecStore:
     def _with(self, request: SpecRequest, *, ways: list[Way], trace: Trace) -> ModelSpec:
         if request.kind == "params":
             return states_only(request.reference)
-        shipped, laws = shipped_spec(request, ways=ways), architecture_for(request)
-        by_laws = laws.spec(name=request.reference, ways=ways) if laws is not None else None
-        found = shipped or by_laws or self._live(request, None, trace=trace)
+        shipped = shipped_spec(request, ways=ways)
+        found = shipped or _by_laws(request, ways=ways) or self._live(request, None, trace=trace)
         missing = [(way, how) for way, how in ways if found.trace(computes_in=way, recompute=how) is None]
         if shipped is not None and all(how in COMPILED.values() for way, how in missing if way not in FP8_WAYS):
             missing = [one for one in missing if one[0] in FP8_WAYS]
@@ -65,6 +64,11 @@ class SpecStore:
                 keep_spec(key, traced)
             self._traced[request, way] = replace(traced, seq=traced.seq or request.seq)
         return self._traced[request, way]
+
+
+def _by_laws(request: SpecRequest, *, ways: list[Way]) -> ModelSpec | None:
+    laws = architecture_for(request)
+    return laws.spec(name=request.reference, ways=ways) if laws is not None else None
 
 
 @contextmanager
