@@ -95,10 +95,10 @@ class GroupedOptions(TyperCommand):
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         # `checkpoint export` has the name of another command.
-        examples = [group[self.name] for group in COMMANDS.values() if self.name in group]
-        if examples and ctx.parent.parent is None:
+        example = {name: one for group in COMMANDS.values() for name, one in group.items()}.get(self.name or "")
+        if example and ctx.parent.parent is None:
             with formatter.section("Example"):
-                formatter.write_text(examples[0])
+                formatter.write_text(example)
 
 
 def _grouped(groups: Mapping[str, tuple[str, ...]], names: list[str]) -> Iterator[tuple[str, list[str]]]:

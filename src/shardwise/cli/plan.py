@@ -20,7 +20,7 @@ from shardwise.cli.shared_options import (
     Units,
 )
 from shardwise.errors import InvalidPlan
-from shardwise.plan.policy import AUTO_UNITS
+from shardwise.plan.patterns import AUTO_UNITS
 from shardwise.vocabulary.collection import without_collection
 
 

@@ -18,7 +18,7 @@ from shardwise.cli.plan_options import (
 )
 from shardwise.cli.terminal import status_line
 from shardwise.errors import InvalidPlan, UnknownName
-from shardwise.models.adaptation import adaptation_of
+from shardwise.models.specs.spec_request import adaptation_of
 from shardwise.plan.limits import LIMITS, EngineLimits
 from shardwise.plan.placement import ACROSS
 from shardwise.planner.systems import System, system_of
@@ -66,8 +66,7 @@ class SystemSettings:
 def _system_tile(system: System, *, model: str) -> dict[str, int]:
     if not system.tile_tokens:
         return {}
-    from shardwise.models.catalogue import kind_of
-    from shardwise.models.transformers_shapes import TRANSFORMERS_SHAPES
+    from shardwise.models.catalogue import TRANSFORMERS_SHAPES, kind_of
 
     is_ours = not kind_of(model)[0] and model not in TRANSFORMERS_SHAPES
     return {"*.feed_forward" if is_ours else "*.mlp": system.tile_tokens}
@@ -97,10 +96,9 @@ def settings_of(options: PlanOptions) -> SystemSettings:
 
 def cluster_for(options: PlanOptions) -> "Cluster":
     from shardwise.hardware import cluster_of
-    from shardwise.hardware.cluster import plain_fabric
-    from shardwise.hardware.cluster_file import read_cluster_file
+    from shardwise.hardware.cluster import plain_fabric, read_cluster_file
+    from shardwise.hardware.device import chosen_software
     from shardwise.hardware.host_here import probed_cluster
-    from shardwise.hardware.software import chosen_software
 
     cluster, gbps = cluster_of(options.cluster), options.fabric_gbps
     if options.devices is not None:

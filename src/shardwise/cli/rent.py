@@ -20,7 +20,7 @@ from shardwise.cli.shared_options import (
 )
 from shardwise.cli.terminal import status_line
 from shardwise.errors import InvalidPlan
-from shardwise.plan.policy import AUTO_UNITS
+from shardwise.plan.patterns import AUTO_UNITS
 from shardwise.vocabulary.collection import without_collection
 from shardwise.vocabulary.quantities import SIZE_EXAMPLE
 
@@ -61,8 +61,8 @@ def rent(
     check_names(optimizer=optimizer)
     from shardwise.hardware.device import device_of
     from shardwise.hardware.prices import prices
-    from shardwise.models.adaptation import adaptation_of
     from shardwise.models.reference import Model
+    from shardwise.models.specs.spec_request import adaptation_of
     from shardwise.plan import Plan
     from shardwise.planner.search.rent import LOOKS, Wish, recommended, rentals
     from shardwise.report.text.rented import rental_data

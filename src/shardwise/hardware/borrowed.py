@@ -13,10 +13,8 @@ of the table, or of a user's file, may have its own.
 from dataclasses import replace
 from functools import lru_cache
 
-from shardwise.hardware.calibration import Calibration, shipped_calibration
+from shardwise.hardware.calibration import Calibration, engine_factor, launches_of, reference_host, shipped_calibration
 from shardwise.hardware.device import Device, device_of
-from shardwise.hardware.host_speed import engine_factor, reference_host
-from shardwise.hardware.issue_times import launches_of
 from shardwise.hardware.kernel_model import Kernel, KernelModel
 
 USUAL = "h200"

@@ -9,8 +9,8 @@ from shardwise.errors import InvalidCluster, UnknownName
 from shardwise.hardware import KINDS, cluster_of, device_of
 from shardwise.hardware.borrowed import kernel_model_of
 from shardwise.hardware.calibration import shipped_calibration
+from shardwise.hardware.device import CURRENT, Software, presets, reaches, software_of
 from shardwise.hardware.kernel_model import Kernel, attention, product
-from shardwise.hardware.software import CURRENT, Software, presets, reaches, software_of
 
 H100, H200, A100, V100 = (device_of(name) for name in ("h100-80gb", "h200", "a100-80gb", "v100-32gb"))
 ATTENTION = attention("bf16", (64.0, 4096.0, 4096.0, 128.0), backward=True, num_flops=2.0**41, num_bytes=2.0**28)

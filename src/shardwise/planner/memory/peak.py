@@ -7,7 +7,7 @@ from operator import attrgetter
 
 from shardwise.errors import InvalidPlan
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Mesh
 from shardwise.planner.engine_model import engine_model_of
 from shardwise.planner.fold import shorten
 from shardwise.planner.job import Job
