@@ -7,8 +7,10 @@ Guards, graphs of units, changes of the plan and the functions for a prepared mo
 and the events (step_events.py).
 """
 
+import sys
 from collections.abc import Set as AbstractSet
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +27,10 @@ from shardwise.engine.core.step_events import announce
 from shardwise.engine.core.step_state import Move, Phase, StepState
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.hooks.step_hooks import StepHooks
+from shardwise.errors import ShardwiseError
 from shardwise.program import Trigger
 from shardwise.spec import ROOT, UNANNOUNCED, ModelSpec
+from shardwise.torch_internals.torch_private import disable_dynamo
 
 
 class Core:
@@ -65,6 +69,8 @@ class Core:
         """Listen to the model."""
         self.hooks.handles.extend(attach_casts(self.model, plan=self.followed.plan))
         self.hooks.attach()
+        # After the hook that ends a forward in the usual way: then nothing is left to do.
+        self.hooks.handles.append(self.model.register_forward_hook(self._leave_forward, always_call=True))
 
     # Another program
 
@@ -132,6 +138,21 @@ class Core:
             return
         self.cursor.reach(Trigger.AFTER_FORWARD, unit.name, unit.last_call)
         if unit is self.root:
+            self.executor.end_first_forward()
+
+    @disable_dynamo
+    def _leave_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Take part in what is left of a forward that has raised: other ranks may wait in a unit that this one skips.
+
+        Ranks that catch the error, all of them or some, have then issued the same. After an error of ours they have not
+        come to the same point, and waiting for them may take forever.
+        """
+        if isinstance(sys.exception(), ShardwiseError):
+            return
+        if not torch.is_grad_enabled():
+            self.without_gradients(self.root, begins=False)
+        elif self.state.phase is Phase.FORWARD:
+            self.cursor.reach(Trigger.AFTER_FORWARD, ROOT, self.root.last_call)
             self.executor.end_first_forward()
 
     def announce_loss(self, loss: Tensor) -> None:
@@ -208,6 +229,8 @@ class Core:
         if torch.is_grad_enabled() and not unit.calls:
             # Its forward ran without gradients, so nothing of the program knows of it.
             raise step_errors.reentrant_recompute(unit.name)
+        if self.in_backward and not unit.whole:
+            self.cursor.before_recompute(unit, calls_of=lambda name: self.units[name].calls)
         self.followed.serve(unit)
 
     def end_backward(self) -> None:
