@@ -221,6 +221,14 @@ def test_a_model_that_was_not_prepared_is_refused_in_one_line() -> None:
             function(model)
 
 
+def test_what_only_our_engine_has_is_refused_in_one_line_on_torchs() -> None:
+    line = r"^this Linear runs on engine = 'torch': this takes engine = 'shardwise'$"
+    with pytest.raises(InvalidModel, match=line):
+        shardwise.extend(carried("ddp"))
+    with pytest.raises(InvalidModel, match=line), shardwise.tape(carried("ddp")):
+        pass
+
+
 def test_a_model_carries_its_engine_and_so_does_a_copy_until_it_is_dropped() -> None:
     model = carried("ddp")
     twin = copy.deepcopy(model)
