@@ -24,12 +24,12 @@ class Where(Enum):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each rank of the shard axis holds a slice of it."""
+        """Return whether each rank of the shard axis holds a slice of it."""
         return self is not Where.REPLICATED
 
     @property
     def is_sharded_across(self) -> bool:
-        """Whether each rank of the replicate axis holds a part of that slice."""
+        """Return whether each rank of the replicate axis holds a part of that slice."""
         return self is Where.SHARDED_TWICE
 
     @property
