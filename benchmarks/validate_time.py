@@ -29,7 +29,7 @@ from shardwise.spec import ROOT, ModelSpec, TensorSpec
 from shardwise.spec.losses import with_loss
 
 PAIR_DIFFERENCE = 0.05
-# Tables to all of whose rows constants were fitted before the split: the speed of kernels in 2023 to MPT's; to our own,
+# Tables to all of whose rows constants were fitted before the split: to MPT's the speed of kernels in 2023, to our own
 # the H200's calibration and the engines' CPU time.
 FITTED_BEFORE = {"MPT, FSDP", *(row.table for row in measured(MEASURED))}
 

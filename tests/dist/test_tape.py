@@ -12,7 +12,7 @@ from whole import whole
 
 from shardwise import accumulate
 from shardwise.comm.collectives import BackendCollectives
-from shardwise.engine.core.tape import TapeEntry
+from shardwise.engine.core.step_events import TapeEntry
 from shardwise.engine.engine import engine_of, tape
 from shardwise.engines import prepare
 from shardwise.models.tasks import cross_entropy

@@ -1,12 +1,12 @@
 """A case: a model, a plan and a sequence of events, drawn from a seed. It is a value that can be printed and cut down."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from random import Random
 from typing import Any
 
-from drawn_plans import FP8_UNITS, NARROW, draw_plan, is_narrow
+from drawn_plans import FP8_UNITS, NARROW, draw_across, draw_plan, is_narrow
 from drawn_plans import all_features as all_plan_features
 from drawn_plans import features as plan_features
 from parts import FROZEN, HOOKED, OTHER_MODEL, PARTS, REFUSED, SQUARE, USES, Part
@@ -194,6 +194,17 @@ def with_graphs(case: Case) -> Case:
     return _with_keys(case, without=left_out, units=units)
 
 
+def with_mesh(case: Case, mesh: Sequence[int]) -> Case:
+    """Return a case all of whose plans have this mesh, with strategies across it where parameters are sharded."""
+    random = Random(case.seed)
+
+    def changed(plan: Mapping[str, Any]) -> dict[str, Any]:
+        plan = {**plan, "mesh": list(mesh)}
+        return {**plan, **draw_across(random, plan)}
+
+    return _with_plans(case, changed)
+
+
 def _recomputes_twice(parts: Sequence[Part], events: Sequence[Event]) -> bool:
     retains = any(event.settings.get("retain") for event in events)
     return retains and any(part.checkpointed for part in parts)
@@ -201,10 +212,10 @@ def _recomputes_twice(parts: Sequence[Part], events: Sequence[Event]) -> bool:
 
 def _with_keys(case: Case, *, without: Sequence[str], **keys: Any) -> Case:
     """Return a case whose plans have these keys, and not those."""
+    return _with_plans(case, lambda plan: {name: value for name, value in plan.items() if name not in without} | keys)
 
-    def changed(plan: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in plan.items() if name not in without} | keys
 
+def _with_plans(case: Case, changed: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Case:
     events = tuple(
         replace(event, settings={**event.settings, "plan": changed(event.settings["plan"])})
         if "plan" in event.settings

@@ -118,10 +118,10 @@ def draw_plan(
         plan |= {name: value for name, value in like.items() if name in fixed}
     if not {plan["strategy"], *plan.get("overrides", {}).values()} <= _OFFLOADED or "owned" in plan:
         plan.pop("offload_states", None)
-    return plan | _draw_across(random, plan)
+    return plan | draw_across(random, plan)
 
 
-def _draw_across(random: Random, plan: dict[str, Any]) -> dict[str, Any]:
+def draw_across(random: Random, plan: dict[str, Any]) -> dict[str, Any]:
     """Return the strategy across the replicate axis of a mesh, where there is something to shard over it."""
     is_sharded = _shards_params([plan["strategy"], *plan.get("overrides", {}).values()])
     if "mesh" not in plan or plan["mesh"][0] == 1 or not is_sharded or "owned" in plan or "offload_states" in plan:

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from itertools import combinations, count
 
-from compositions import all_pairs, draw_case, with_graphs
+from compositions import all_pairs, draw_case, with_graphs, with_mesh
 from drawn_plans import is_narrow
 from open_faults import why_left_out
 from outcomes import cut_down, outcomes
@@ -24,6 +24,7 @@ def main() -> int:
     parser.add_argument("--no-cut", action="store_true", help="print failing cases as they were drawn")
     parser.add_argument("--graphs", action="store_true", help="units run as graphs in all cases, not in some")
     parser.add_argument("--open", action="store_true", help="also cases that run into faults that are known and open")
+    parser.add_argument("--mesh", default="", help="REPLICATExSHARD: the mesh of all plans, with strategies across it")
     asked = parser.parse_args()
     first, _, last = asked.seeds.partition(":")
     starts = range(int(first), int(last), _CHUNK) if last else count(int(first), _CHUNK)
@@ -37,6 +38,8 @@ def main() -> int:
         for start in starts:
             stop = min(start + _CHUNK, int(last)) if last else start + _CHUNK
             cases = [draw_case(seed, num_ranks=asked.ranks) for seed in range(start, stop)]
+            if asked.mesh:
+                cases = [with_mesh(case, [int(size) for size in asked.mesh.split("x")]) for case in cases]
             if asked.graphs:
                 cases = [case if case.graphs or is_narrow(dict(case.plan)) else with_graphs(case) for case in cases]
             tried = [case for case in cases if asked.open or not why_left_out(case)]
@@ -48,8 +51,10 @@ def main() -> int:
                 if found.kind == "refused":
                     refusals[found.line.rsplit("): ", 1)[-1][:110]] += 1
                 if found.kind == "failed":
-                    again = f'make fuzz ARGS="--ranks {asked.ranks} --seeds {case.seed}:{case.seed + 1}{" --graphs" if asked.graphs else ""}"'
-                    print(f"FAILED, {again}: {found.line}", flush=True)
+                    again = f"--ranks {asked.ranks} --seeds {case.seed}:{case.seed + 1}"
+                    again += " --graphs" if asked.graphs else ""
+                    again += f" --mesh {asked.mesh}" if asked.mesh else ""
+                    print(f'FAILED, make fuzz ARGS="{again}": {found.line}', flush=True)
                     if not asked.no_cut:
                         case, found = cut_down(case, num_ranks=asked.ranks)
                         print(f"{case}\n  {found.line}\n", flush=True)

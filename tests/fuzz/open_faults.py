@@ -35,10 +35,6 @@ OPEN_FAULTS: dict[str, Callable[[Case], bool]] = {
     "a layer is refused on the rank that comes to it first, and the others wait in a unit that it did not call": (
         lambda case: _branches(case) and _shards(case) and any(part.kind == "clamped" for part in case.parts)
     ),
-    # A rank that has raised issues none of the gathers that the others still wait for in that forward.
-    "all ranks raise in a forward after parts that only some of them call, and catch it": (
-        lambda case: _branches(case) and _shards(case) and any(event.kind == "fail" for event in case.events)
-    ),
     # Each model keeps to an order of its own, and the order between them is that of their backwards: docs/engine.md.
     "two models in one backward, and ranks call different parts of one": (
         lambda case: _in_one_backward(case) and _branches(case)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from compositions import Case, Event
-from drawn_plans import is_narrow
+from drawn_plans import NARROW, is_narrow
 from one_process import OneProcess
 from rank_world import Rank, Reference
 from ranks import RankFailed, run_ranks
@@ -239,7 +239,8 @@ def simpler(case: Case) -> Iterator[Case]:
         if len(case.parts) > 1 and not touched and not tied:
             yield replace(case, parts=(*case.parts[:at], *case.parts[at + 1 :]))
     for name in case.plan:
-        if name != "strategy":
+        # What is computed stays as it is under all plans of a case.
+        if name not in ("strategy", *NARROW):
             yield replace(case, plan={key: value for key, value in case.plan.items() if key != name})
     for at, event in enumerate(case.events):
         for name in event.settings:
@@ -248,7 +249,7 @@ def simpler(case: Case) -> Iterator[Case]:
                 yield _with_event(case, at, replace(event, settings=left))
             elif name == "plan":
                 for key in event.settings["plan"]:
-                    if key != "strategy":
+                    if key not in ("strategy", *NARROW):
                         plan = {k: v for k, v in event.settings["plan"].items() if k != key}
                         yield _with_event(case, at, replace(event, settings={**event.settings, "plan": plan}))
     for at, part in enumerate(case.parts):

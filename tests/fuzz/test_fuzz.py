@@ -257,6 +257,19 @@ MENDED = {
         events=tuple(Event(kind="together", settings={"how": how}) for how in ("critic", "teacher", "turns", "critic")),
         other_plan={"strategy": "zero2", "units": "parts"},
     ),
+    "slices of a mesh with one shard are summed over passes in a narrow dtype": Case(
+        parts=(Part(kind="square"),),
+        plan={"strategy": "fsdp", "mesh": [2, 1], "across": "zero1", "reduce_dtype": "bf16"},
+        events=(step(passes=3), step()),
+        seed=320,
+    ),
+    "all ranks raise after a part that one of them calls": Case(
+        parts=(Part(kind="square"), Part(kind="attribute", uses="sometimes")),
+        plan={"strategy": "fsdp", "units": "parts"},
+        events=(Event(kind="fail", settings={"where": "head", "part": 1}), step()),
+        double=True,
+        seed=686,
+    ),
     "a rank that repeats its last batch": Case(
         parts=(Part(kind="counting"), Part(kind="remembering"), Part(kind="queueing", checkpointed=True)),
         plan={"strategy": "zero1"},

@@ -85,6 +85,10 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
+def _texts(found: Mapping[str, object]) -> dict[str, str]:
+    return {name: text for name, text in found.items() if isinstance(text, str)}
+
+
 class TensorFile:
     """A safetensors file that is open for reading."""
 
@@ -92,6 +96,7 @@ class TensorFile:
         self._file = file
         self.path = path
         self.entries: dict[str, TensorEntry] = {}
+        self.metadata: dict[str, str] = {}
         self._begins: dict[str, int] = {}
         self._read_header()
 
@@ -102,7 +107,7 @@ class TensorFile:
             raise CheckpointError(f"{self.path}: is not a safetensors file, or was cut short")
         try:
             header = parse_json(self._bytes(length, begin=8))
-            header.pop("__metadata__", None)
+            self.metadata = _texts(header.pop("__metadata__", {}))
             for name, item in header.items():
                 begin, end = item["data_offsets"]
                 entry = TensorEntry(dtype=DTYPES[item["dtype"]], shape=tuple(map(int, item["shape"])))

@@ -16,32 +16,27 @@ from shardwise.files.keys import documented, key, object_of
 
 
 class Where(Enum):
-    """The axes of the mesh over which state of a kind is sharded: none, the shard axis, or both."""
+    """The axes of the mesh over which state of a kind is sharded: none, the shard axis, or both.
+
+    is_sharded          each rank of the shard axis holds a slice of it
+    is_sharded_across   each rank of the replicate axis holds a part of that slice
+    """
 
     REPLICATED = "replicated"
     SHARDED = "sharded"
     SHARDED_TWICE = "sharded over all ranks"
 
-    @property
-    def is_sharded(self) -> bool:
-        """Return whether each rank of the shard axis holds a slice of it."""
-        return self is not Where.REPLICATED
-
-    @property
-    def is_sharded_across(self) -> bool:
-        """Return whether each rank of the replicate axis holds a part of that slice."""
-        return self is Where.SHARDED_TWICE
-
-    @property
-    def axes(self) -> frozenset[str]:
-        """The axes over which it is sharded."""
-        return _AXES[self]
+    # Attributes and no properties: every gather and every reduce of a step asks.
+    def __init__(self, words: str) -> None:
+        self.is_sharded_across = words == "sharded over all ranks"
+        self.is_sharded = self.is_sharded_across or words == "sharded"
+        axes = {"shard": self.is_sharded, "replicate": self.is_sharded_across}
+        self.axes = frozenset(axis for axis, is_cut in axes.items() if is_cut)
 
     def __repr__(self) -> str:
         return self.name
 
 
-_AXES = dict(zip(Where, (frozenset[str](), frozenset({"shard"}), frozenset({"shard", "replicate"})), strict=True))
 REPLICATED = Where.REPLICATED
 SHARDED = Where.SHARDED
 SHARDED_TWICE = Where.SHARDED_TWICE

@@ -8,7 +8,7 @@ does not reach are given to its executor as skipped. Reduces are issued in the p
 complete early waits for its turn.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 from shardwise.program.compiled_program import Action, CompiledProgram, Executor
@@ -172,6 +172,25 @@ class Cursor:
         name = unit.name
         if not self.reach(Trigger.BEFORE_BACKWARD, name, self._places.get((name, call), call)):
             self.run(_unplanned(Kind.BACKWARD, name))
+
+    def before_recompute(self, unit: Named, *, calls_of: Callable[[str], Collection[int]]) -> None:
+        """Skip what backward will not come to before a unit that is computed again, and has not been gathered for it.
+
+        So that all ranks have gathered the same. Backward of what is computed again with the unit is still to come.
+        """
+        steps = self._steps
+        if self._in_order is False:
+            self._skip_to(steps.backward_done)
+        while self._in_order and self._next < steps.backward_done:
+            row = steps.program.rows[self._next]
+            calls = {self._places.get((row.unit, call), call) for call in calls_of(row.unit)}
+            begins = row.trigger is Trigger.BEFORE_BACKWARD
+            unannounced = (Trigger.BEFORE_BACKWARD, row.unit, 0) not in steps.index
+            is_to_come = row.call in calls if begins else unannounced and bool(calls)
+            if not is_to_come or (begins and row.unit == unit.name):
+                self._skip_to(self._next + 1)
+            if is_to_come:
+                break
 
     def grads_ready(self, unit: Named) -> None:
         """Take a unit's complete gradients if it is its turn, and those after it that are complete."""

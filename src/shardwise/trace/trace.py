@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise.engine.guards.carried import carried_tensors
 from shardwise.errors import InvalidModel
 from shardwise.plan.policy import UnitPolicy
 from shardwise.spec import ANNOUNCED, ModelSpec, TensorSpec, UnitSpec
@@ -18,6 +17,7 @@ from shardwise.trace.fp8 import fp8_layers
 from shardwise.trace.observe import ObservedStep, TracedTask, Way, observe
 from shardwise.trace.rows import Size, to_rows
 from shardwise.units import model_spec, unit_modules
+from shardwise.units.carried_tensors import carried_tensors
 
 Loss = Callable[[nn.Module, Any], Tensor]
 MakeBatch = Callable[[int], Any]

@@ -541,7 +541,7 @@ def test_auto_is_never_behind_a_row_of_the_table(
         found = cost(spec_for(plan), plan=plan, cluster=request.cluster, optimizer="adamw")
         return Solved(candidate=replace(found, label="auto"), num_replays=1)
 
-    monkeypatch.setattr("shardwise.planner.search.auto.solve_plan", slow)
+    monkeypatch.setattr("shardwise.planner.search.auto._solved", slow)
     *fixed, auto = as_json(capfd, *asked)["candidates"]
     assert auto["samples_per_s"] == max(one["samples_per_s"] for one in fixed)
     assert auto["strategy"] == "auto"

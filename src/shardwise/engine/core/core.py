@@ -1,15 +1,16 @@
 """The core: what happens in the steps of a model → the rows of its program.
 
-It listens to the model's hooks (program/hooks.py) and moves the cursor through the program (program/run.py), whose
+It listens to the model's hooks (hooks/step_hooks.py) and moves the cursor through the program (program/run.py), whose
 rows the executor does on tensors. Which program that is says followed_program.py.
 
 Guards, graphs of units, changes of the plan and the functions for a prepared model use its methods, those of its parts,
 and the events (step_events.py).
 """
 
-from collections.abc import Callable
+import sys
 from collections.abc import Set as AbstractSet
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +26,11 @@ from shardwise.engine.core.second_order import leave_to_autograd
 from shardwise.engine.core.step_events import announce
 from shardwise.engine.core.step_state import Move, Phase, StepState
 from shardwise.engine.core.unit import Unit
-from shardwise.engine.fp8.layer_classes import multiply_in_fp8
+from shardwise.engine.hooks.step_hooks import StepHooks
+from shardwise.errors import ShardwiseError
 from shardwise.program import Trigger
-from shardwise.program.hooks import StepHooks
 from shardwise.spec import ROOT, UNANNOUNCED, ModelSpec
+from shardwise.torch_internals.torch_private import disable_dynamo
 
 
 class Core:
@@ -52,7 +54,6 @@ class Core:
         for unit in units.values():
             is_lent = unit.from_root and unit.sharded
             unit.listen(self.hooks.grads[unit], lend=partial(self._lend, unit) if is_lent else bool)
-        self._undo: list[Callable[[], None]] = []
 
     @property
     def flats(self) -> list[FlatParams]:
@@ -67,24 +68,9 @@ class Core:
     def attach(self) -> None:
         """Listen to the model."""
         self.hooks.handles.extend(attach_casts(self.model, plan=self.followed.plan))
-        self._multiply_in_fp8()
         self.hooks.attach()
-
-    def _multiply_in_fp8(self) -> None:
-        gathered = {
-            flat.names[index]: (weight, self.executor.scales.inverses[flat.names[index]])
-            for flat in self.flats
-            if flat.full.fp8 is not None
-            for index, weight in flat.full.fp8.weights.items()
-        }
-        self._undo = multiply_in_fp8(self.model, spec=self.followed.spec, plan=self.followed.plan, gathered=gathered)
-
-    def detach(self) -> None:
-        """Listen to the model no more."""
-        self.hooks.detach()
-        for undo in self._undo:
-            undo()
-        self._undo = []
+        # After the hook that ends a forward in the usual way: then nothing is left to do.
+        self.hooks.handles.append(self.model.register_forward_hook(self._leave_forward, always_call=True))
 
     # Another program
 
@@ -152,6 +138,21 @@ class Core:
             return
         self.cursor.reach(Trigger.AFTER_FORWARD, unit.name, unit.last_call)
         if unit is self.root:
+            self.executor.end_first_forward()
+
+    @disable_dynamo
+    def _leave_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Take part in what is left of a forward that has raised: other ranks may wait in a unit that this one skips.
+
+        Ranks that catch the error, all of them or some, have then issued the same. After an error of ours they have not
+        come to the same point, and waiting for them may take forever.
+        """
+        if isinstance(sys.exception(), ShardwiseError):
+            return
+        if not torch.is_grad_enabled():
+            self.without_gradients(self.root, begins=False)
+        elif self.state.phase is Phase.FORWARD:
+            self.cursor.reach(Trigger.AFTER_FORWARD, ROOT, self.root.last_call)
             self.executor.end_first_forward()
 
     def announce_loss(self, loss: Tensor) -> None:
@@ -228,6 +229,8 @@ class Core:
         if torch.is_grad_enabled() and not unit.calls:
             # Its forward ran without gradients, so nothing of the program knows of it.
             raise step_errors.reentrant_recompute(unit.name)
+        if self.in_backward and not unit.whole:
+            self.cursor.before_recompute(unit, calls_of=lambda name: self.units[name].calls)
         self.followed.serve(unit)
 
     def end_backward(self) -> None:

@@ -28,7 +28,7 @@ class FollowedProgram:
     cursor           the place in the program; `evaluation`: in forwards that are no part of it
     seen             what the ranks saw in the first step; nothing until it is over
     any_sharded      whether parameters of any unit are sharded
-    limit_seconds    how long this rank waits for the others where it leaves the program
+    limit_seconds    how long this rank waits for the others where it leaves the program, or a user calls it alone
     """
 
     def __init__(self, units: dict[str, Unit], *, broadcast_buffers: Callable[[], None], setting: CoreSetting) -> None:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from shardwise.engine.core import step_errors
+from shardwise.engine.hooks.step_hooks import recomputing
 from shardwise.errors import ShardwiseError
-from shardwise.program.hooks import recomputing
 
 
 class Phase(Enum):

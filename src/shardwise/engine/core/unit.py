@@ -18,9 +18,9 @@ from shardwise.engine.core.step_errors import (
     thawed_without_master,
 )
 from shardwise.engine.core.step_events import announce
+from shardwise.engine.hooks.step_hooks import UnitGrads
 from shardwise.plan.placement import Placement
 from shardwise.program import Kind
-from shardwise.program.hooks import UnitGrads
 
 
 class Unit:

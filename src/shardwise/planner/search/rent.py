@@ -154,7 +154,7 @@ def best_in_host_memory(spec_for: SpecFor, *, request: AutoRequest) -> Candidate
         )
         if smallest.fits == "yes" and smallest.time is not None:
             try:
-                return solve_plan(spec_for, request=request).candidate
+                return solve_plan(spec_for, request=request, fixed=()).candidate
             except NoPlanFits:
                 return None
     return None

@@ -88,9 +88,9 @@ class StepContext:
 
     def is_reduced(self, bucket: Bucket) -> bool:
         """Return whether this pass reduces a bucket: if not over all axes, then over the shard axis, so that what is
-        kept for a later pass is a slice.
+        kept for a later pass is a slice. That of one rank is all, which is summed unrounded in the buffer itself.
         """
-        return self.reduces or self.optim_crosses(bucket.units[0])
+        return self.reduces or (self.optim_crosses(bucket.units[0]) and not self.alone_on_shard)
 
     def optim_crosses(self, unit: str) -> bool:
         """Return whether ranks of the replicate axis update parts of one slice."""

@@ -13,8 +13,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from shardwise.engine.hooks.left_tensors import PLAIN, Attributes, kept, leaves, own_modules
 from shardwise.errors import InvalidModel
-from shardwise.program.left_tensors import PLAIN, Attributes, kept, leaves, own_modules
 from shardwise.spec import ANNOUNCED, NONE, UNANNOUNCED
 from shardwise.torch_internals import torch_private
 from shardwise.torch_internals.torch_private import DisableTorchFunctionSubclass, disable_dynamo

@@ -1,6 +1,6 @@
-"""What runs while the device computes: copies from and to host memory in which units keep their states."""
+"""What the core asks of its guests, which attach themselves: it imports none of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -35,6 +35,36 @@ class HostMemory(Protocol):
     def fetch(self, source: Tensor) -> Tensor: ...
 
     def land(self) -> None: ...
+
+
+class NarrowBuffer(Protocol):
+    """The bytes of a full buffer some of whose weights are gathered in fewer bits (fp8/fp8_bytes.py).
+
+    lay_out    returns what the parameters are views of
+    own        notes what this rank owns: (parameter, start, stop) in its slice of the masters, which `staged` holds
+    load_own   casts that into its place
+    """
+
+    def lay_out(self, full: Tensor) -> list[Tensor]: ...
+
+    def own(self, parts: Sequence[tuple[int, int, int]], *, own_full: Tensor, staged: Tensor) -> None: ...
+
+    def load_own(self) -> None: ...
+
+
+class Scales(Protocol):
+    """The scales of such weights (fp8/fp8_scales.py).
+
+    stale     values were written since the scales were last refreshed
+    cover     uses the buffers that the units hold now
+    refresh   agrees on the scales of the masters with the other ranks, unless there is only one
+    """
+
+    stale: bool
+
+    def cover(self) -> None: ...
+
+    def refresh(self, *, is_local: bool) -> None: ...
 
 
 class WorkBeside(Protocol):

@@ -9,7 +9,7 @@ from torch import nn
 
 from shardwise import Plan, prepare
 from shardwise.comm.absent import AbsentCollectives, absent_group
-from shardwise.engine.core import closure
+from shardwise.engine.core import optimizer_slices
 from shardwise.engine.engine import engine_of
 
 
@@ -95,7 +95,7 @@ def test_a_step_ends_also_if_it_has_caught_the_error_of_a_step_inside_it(prepare
 @pytest.mark.parametrize("prepared", [torch.optim.SGD], indirect=True)
 def test_an_ordinary_step_does_not_look_at_the_stack(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[Callable[..., Any]] = []
-    monkeypatch.setattr(closure, "_is_inside_step", looks.append)
+    monkeypatch.setattr(optimizer_slices, "_is_inside_step", looks.append)
     for _ in range(3):
         assert step(prepared) == ["begins", "ended"]
     assert looks == []

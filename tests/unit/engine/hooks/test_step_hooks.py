@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from shardwise.engine.hooks.step_hooks import StepHooks
 from shardwise.errors import InvalidModel
-from shardwise.program.hooks import StepHooks
 from shardwise.spec import ANNOUNCED, NONE, ROOT, UNANNOUNCED
 
 

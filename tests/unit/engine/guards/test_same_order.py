@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.engine.guards.same_options import OptimizerOptions, first_different_option
+from shardwise.engine.guards.same_order import OptimizerOptions, first_different_option
 
 
 def adamw(**options: Any) -> torch.optim.Optimizer:

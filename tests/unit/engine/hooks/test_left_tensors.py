@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shardwise.program.left_tensors import leaves
+from shardwise.engine.hooks.left_tensors import leaves
 
 
 def test_keys_and_values_of_a_cache_are_found() -> None:
