@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import assert_never
 
-from shardwise.planner.memory.executors.setting import MemoryExecutor
-from shardwise.planner.trace_order import do_nothing
+from shardwise.planner.fold import do_nothing
+from shardwise.planner.memory.events import MemoryExecutor
 from shardwise.program import Kind, Operation, Row
-from shardwise.program.compiled_program import Action
+from shardwise.program.run import Action
 
 
 class DdpMemory(MemoryExecutor):
