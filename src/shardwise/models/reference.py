@@ -170,17 +170,17 @@ class Model:
 
     @property
     def has_default_length(self) -> bool:
-        """Whether the length of a sample is that of the config, capped, because none was given."""
+        """Return whether the length of a sample is that of the config, capped, because none was given."""
         return self.seq is None and self.kind == "hf"
 
     @property
     def has_other_loss(self) -> bool:
-        """Whether another loss is asked for than the one that the model is traced with."""
+        """Return whether another loss is asked for than the one that the model is traced with."""
         return self.loss != LEAN and (self.loss != USUAL or self.has_lean_loss)
 
     @property
     def has_lean_loss(self) -> bool:
-        """Whether the model is traced with the lean loss."""
+        """Return whether the model is traced with the lean loss."""
         return self.kind == "" and isinstance(shape_of(self.reference), GPTShape | LlamaShape)
 
     @property

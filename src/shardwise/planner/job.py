@@ -243,12 +243,12 @@ class Job:
 
     @property
     def in_order(self) -> bool:
-        """Whether a unit with early gradients waits for its turn (Cursor.begin_backward)."""
+        """Return whether a unit with early gradients waits for its turn (Cursor.begin_backward)."""
         return self.engine.keeps_program_order and self.gathers
 
     @cached_property
     def gathers(self) -> bool:
-        """Whether parameters of any unit are gathered."""
+        """Return whether parameters of any unit are gathered."""
         return any(placement.params.is_sharded for placement in self.placements.values())
 
     @property
@@ -347,7 +347,7 @@ class Job:
 
     @cached_property
     def saved_by_units(self) -> Mapping[str, Line]:
-        """What the forwards of units save in host memory in a first step, in their order.
+        """Return what the forwards of units save in host memory in a first step, in their order.
 
         Not what a layer that was taken out of the root saves, which the engine leaves where it is, as the root's.
         """
@@ -363,7 +363,7 @@ class Job:
 
     @property
     def saved_on_host(self) -> Mapping[str, Line]:
-        """What units save in host memory, in the order of forward; the one with which backward begins keeps its own."""
+        """Return what units save in host memory, in forward order; the one with which backward begins keeps its own."""
         return dict(list(self.saved_by_units.items())[:-1])
 
     def buffers_at_rest(self) -> list[int]:

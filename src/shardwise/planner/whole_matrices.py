@@ -54,7 +54,7 @@ class UnitSizes:
 
     @property
     def is_cast(self) -> bool:
-        """Whether the compute dtype differs from the optimizer's."""
+        """Return whether the compute dtype differs from the optimizer's."""
         return self.compute_bytes != MASTER_BYTES * self.elements
 
 

@@ -122,7 +122,7 @@ class FlatSpec:
 
     @property
     def is_trained(self) -> bool:
-        """Whether its gradients are reduced and its parameters updated: all of them, if any is trained."""
+        """Return whether its gradients are reduced and its parameters updated: all of them, if any is trained."""
         return self.has_gradients and any(param.trainable for param in self.params)
 
     @property
@@ -132,16 +132,16 @@ class FlatSpec:
 
     @property
     def compute_bytes(self) -> int:
-        """Of one element."""
+        """Return the bytes of one element in the compute dtype."""
         return BYTES_PER_ELEMENT[self.compute_dtype]
 
     def full_bytes(self, *, sharded: bool) -> int:
-        """Of one element of the full buffer."""
+        """Return the bytes of one element of the full buffer."""
         return 1 if self.num_fp8 and sharded else self.compute_bytes
 
     @property
     def gathered_bytes(self) -> int:
-        """Of all elements as a sharded buffer is gathered, without padding."""
+        """Return the bytes that are gathered of a sharded buffer, without padding."""
         in_fp8 = sum(param.num_elements for param in self.params[-self.num_fp8 :]) if self.num_fp8 else 0
         return in_fp8 + self.compute_bytes * (self.num_elements - in_fp8)
 

@@ -87,12 +87,12 @@ class SpecRequest:
 
     @property
     def kind(self) -> str:
-        """What stands before the colon of its reference (catalogue.kind_of); `task` for one that was given."""
+        """Return the part of its reference before the colon (catalogue.kind_of); `task` for a task that was given."""
         return "task" if self.is_given else kind_of(self.reference)[0]
 
     @property
     def is_plain(self) -> bool:
-        """Whether the model is asked for by name, without adapters, tiles or other units, and for a GPU."""
+        """Return whether the model is asked for by name, without adapters, tiles or other units, and for a GPU."""
         is_changed = self.adaptation is not None or bool(self.tile) or self.units != AUTO_UNITS
         return not self.is_given and not is_changed and self.kernels == "cuda"
 

@@ -88,7 +88,7 @@ class Candidate:
 
     @property
     def samples_per_s(self) -> float:
-        """Of all ranks together; 0 if its time is not predicted."""
+        """Return the samples per second of all ranks together; 0 if the time is not predicted."""
         return self.time.samples_per_s if self.time is not None else 0.0
 
     @property

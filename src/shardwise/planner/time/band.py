@@ -75,7 +75,7 @@ class TimeBand:
 
     @property
     def is_of_a_measured_kind(self) -> bool:
-        """Whether a training on the device's architecture was compared with its prediction."""
+        """Return whether a training on the device's architecture was compared with its prediction."""
         return BORROWED_UNSEEN not in self.facts
 
     @property

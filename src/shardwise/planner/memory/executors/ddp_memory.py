@@ -84,7 +84,7 @@ class PlainMemory(DdpMemory):
 
     @property
     def _is_kept(self) -> bool:
-        """Whether the gradients of earlier passes are there all the time, and autograd adds to them."""
+        """Return whether the gradients of earlier passes are there all the time, and autograd adds to them."""
         return self.setting.plan.accumulate > 1
 
     def _update(self) -> None:
