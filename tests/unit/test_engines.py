@@ -26,7 +26,7 @@ from shardwise.torch_engine.torch_engine import TorchEngine
 SOURCE = Path(shardwise.__file__).parent
 # Each has its reason: `prepare` chooses the engine; the rules of a step are those of its engine; a rehearsal finds DDP
 # anywhere in another library's model; a benchmark names its cases.
-MAY_ASK = {"engines.py", "program/rules/__init__.py", "comm/absent.py", "bench/modes.py"}
+MAY_ASK = {"engines.py", "program/build.py", "comm/absent.py", "bench/modes.py"}
 
 # What counts as asking. Functions that tell one engine from another:
 ASKING_FUNCTIONS = {"is_prepared", "is_on_torch"}
