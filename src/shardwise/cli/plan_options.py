@@ -183,10 +183,8 @@ def parse_recompute(text: str) -> dict[str, Any]:
     return {"recompute": default, "recompute_overrides": overrides}
 
 
-def parse_tile(texts: list[str] | None) -> dict[str, int] | None:
-    """Parse `*.mlp=8192` into pattern → tokens; None if the option is not given."""
-    if not texts:
-        return None
+def parse_tile(texts: Iterable[str]) -> dict[str, int]:
+    """Parse `*.mlp=8192` into pattern → tokens."""
     found = {}
     for text in texts:
         pattern, equals, tokens = text.partition("=")

@@ -63,20 +63,11 @@ class SystemSettings:
         return f"{tiles}, expandable segments" if self.system.is_expandable else tiles
 
 
-def _system_tile(system: System, *, model: str) -> dict[str, int]:
-    if not system.tile_tokens:
-        return {}
-    from shardwise.models.catalogue import TRANSFORMERS_SHAPES, kind_of
-
-    is_ours = not kind_of(model)[0] and model not in TRANSFORMERS_SHAPES
-    return {"*.feed_forward" if is_ours else "*.mlp": system.tile_tokens}
-
-
 def settings_of(options: PlanOptions) -> SystemSettings:
     """Return the settings of `--like`, or the defaults; what the options say wins."""
     system = system_of(options.like.strip().lower())
     system = replace(system, overlap=options.overlap or system.overlap)
-    engine, precision, tile = options.engine or system.engine, options.precision, parse_tile(list(options.tile))
+    engine, precision = options.engine or system.engine, options.precision
     as_computed = system.reduces_as_computed and precision in ("bf16", "fp16")
     reduced = options.accumulate_reduced
     # The plan refuses an engine that does not exist.
@@ -90,7 +81,7 @@ def settings_of(options: PlanOptions) -> SystemSettings:
         reduce_dtype=options.reduce_dtype or (precision if as_computed else "fp32"),
         accumulate_reduced=system.accumulate_reduced if reduced is None else reduced,
         loss=options.loss or (system.loss if system.name else LEAN if limits.has_lean_loss else USUAL),
-        tile=_system_tile(system, model=options.model) if tile is None else tile,
+        tile=parse_tile(options.tile),
     )
 
 
