@@ -18,7 +18,8 @@ from shardwise.plan import Plan
 from shardwise.plan.patterns import unmatched
 from shardwise.program import Kind, Operation, Row, StepProgram, Trigger
 from shardwise.program.buffers import is_fp8
-from shardwise.program.run import Action, Cursor, Executor
+from shardwise.program.compiled_program import Action, Executor
+from shardwise.program.run import Cursor
 from shardwise.spec import ROOT, ModelSpec, UnitSpec
 from shardwise.spec.step import Run
 

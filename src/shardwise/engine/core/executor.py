@@ -15,7 +15,7 @@ from shardwise.engine.core.segment import Segment
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.core.used import UsedFlags
 from shardwise.program import Kind, Operation, Row, Trigger
-from shardwise.program.run import Action
+from shardwise.program.compiled_program import Action
 from shardwise.spec import ROOT
 
 MakeAction = Callable[[Operation], Action]

@@ -15,8 +15,8 @@ from shardwise.planner.memory.replay import Change, MemoryChange, MemoryRow, Mov
 from shardwise.planner.memory.states import UnitStates
 from shardwise.planner.memory.stream_peak import StreamPeak
 from shardwise.program import Operation, Row, StepProgram, Trigger
+from shardwise.program.compiled_program import Action
 from shardwise.program.rules.context import saved_before
-from shardwise.program.run import Action
 from shardwise.spec import ROOT
 from shardwise.spec.step import BEFORE_FORWARD, Act, Law, Line, Stream
 

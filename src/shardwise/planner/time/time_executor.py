@@ -16,8 +16,8 @@ from shardwise.planner.time.muon_update import muon_seconds
 from shardwise.planner.time.queues import CALL, COMPUTE, SEND, WAIT, Instruction, WorkSeconds
 from shardwise.planner.whole_matrices import MASTER_BYTES, UnitSizes, matrix_sizes
 from shardwise.program import Bucket, Kind, Operation, Row, Trigger
+from shardwise.program.compiled_program import Action
 from shardwise.program.rules.context import is_in_backward
-from shardwise.program.run import Action
 
 # A float64.
 _NORM_BYTES = 8

@@ -12,7 +12,7 @@ from typing import assert_never
 from shardwise.planner.fold import do_nothing
 from shardwise.planner.memory.events import MemoryExecutor
 from shardwise.program import Kind, Operation, Row
-from shardwise.program.run import Action
+from shardwise.program.compiled_program import Action
 
 
 class DdpMemory(MemoryExecutor):

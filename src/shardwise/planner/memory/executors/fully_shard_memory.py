@@ -19,7 +19,7 @@ from shardwise.planner.fold import do_nothing
 from shardwise.planner.memory.events import MemoryExecutor, MemorySetting
 from shardwise.planner.memory.replay import TakeGrads
 from shardwise.program import Kind, Operation, Row, StepProgram, Trigger
-from shardwise.program.run import Action
+from shardwise.program.compiled_program import Action
 
 # Streams with their own memory.
 _GATHER, _REDUCE = "gather", "reduce"

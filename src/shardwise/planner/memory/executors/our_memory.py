@@ -9,8 +9,8 @@ from shardwise.planner.fold import do_nothing, skipped_action
 from shardwise.planner.memory.events import MemoryExecutor, MemorySetting
 from shardwise.planner.memory.replay import Recategorize, TakeGrads
 from shardwise.program import Bucket, Kind, Operation, Row, StepProgram, crossing_buckets
+from shardwise.program.compiled_program import Action
 from shardwise.program.rules.context import MOST_GRADS, has_states_on_host, overdue, takes_grads
-from shardwise.program.run import Action
 
 
 class OurMemory(MemoryExecutor):
