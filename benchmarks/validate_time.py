@@ -21,7 +21,7 @@ from published import MEASURED, measured, read
 from published_rows import Row
 
 from shardwise.hardware import Cluster, cluster_of
-from shardwise.hardware.software import software_of
+from shardwise.hardware.device import software_of
 from shardwise.planner.search.candidates import Candidate, cost
 from shardwise.planner.systems import system_of
 from shardwise.planner.time.step_time import block_seconds

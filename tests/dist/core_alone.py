@@ -35,8 +35,7 @@ from torch.nn.functional import cross_entropy  # noqa: E402
 from shardwise.comm.collectives import BackendCollectives  # noqa: E402
 from shardwise.engine.core.assembly import assemble  # noqa: E402
 from shardwise.plan import Plan  # noqa: E402
-from shardwise.plan.mesh import Mesh  # noqa: E402
-from shardwise.plan.placement import STRATEGIES  # noqa: E402
+from shardwise.plan.placement import STRATEGIES, Mesh  # noqa: E402
 
 NUM_STEPS = 3
 

@@ -15,7 +15,7 @@ import shardwise
 from shardwise.checkpoint import Checkpoints, open_checkpoint
 from shardwise.engines import require_engine
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Mesh
 
 STRATEGIES = {name: Plan(strategy=name) for name in ("ddp", "zero1", "zero2", "shard_grad_op", "fsdp")}
 # hpz and hpz2: gathers inside the shard axis, states over all ranks.

@@ -28,7 +28,7 @@ from shardwise.engines import clip_grad_norm_, prepare
 from shardwise.errors import ShardwiseError
 from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Mesh
 
 
 def trained(strategy: str, rank: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:

@@ -23,8 +23,7 @@ from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape
 from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import STRATEGIES
+from shardwise.plan.placement import STRATEGIES, Mesh
 from shardwise.program import Kind, build
 
 CASES = {

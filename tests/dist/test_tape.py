@@ -17,8 +17,7 @@ from shardwise.engine.engine import engine_of, tape
 from shardwise.engines import prepare
 from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import STRATEGIES
+from shardwise.plan.placement import STRATEGIES, Mesh
 from shardwise.program import Kind, StepProgram, build, build_first_step
 
 

@@ -26,7 +26,7 @@ from shardwise.torch_engine.torch_engine import TorchEngine
 SOURCE = Path(shardwise.__file__).parent
 # Each has its reason: `prepare` chooses the engine; the rules of a step are those of its engine; a rehearsal finds DDP
 # anywhere in another library's model; a benchmark names its cases.
-MAY_ASK = {"engines.py", "program/rules/__init__.py", "comm/absent.py", "bench/modes.py"}
+MAY_ASK = {"engines.py", "program/build.py", "comm/absent.py", "bench/modes.py"}
 
 # What counts as asking. Functions that tell one engine from another:
 ASKING_FUNCTIONS = {"is_prepared", "is_on_torch"}
@@ -219,6 +219,14 @@ def test_a_model_that_was_not_prepared_is_refused_in_one_line() -> None:
     for function in (shardwise.edit, shardwise.grad_norms, shardwise.whole):
         with pytest.raises(InvalidModel, match=r"^this Linear has not been through shardwise\.prepare$"):
             function(model)
+
+
+def test_what_only_our_engine_has_is_refused_in_one_line_on_torchs() -> None:
+    line = r"^this Linear runs on engine = 'torch': this takes engine = 'shardwise'$"
+    with pytest.raises(InvalidModel, match=line):
+        shardwise.extend(carried("ddp"))
+    with pytest.raises(InvalidModel, match=line), shardwise.tape(carried("ddp")):
+        pass
 
 
 def test_a_model_carries_its_engine_and_so_does_a_copy_until_it_is_dropped() -> None:

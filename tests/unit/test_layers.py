@@ -90,7 +90,7 @@ WITHOUT_TORCH = [
     "shardwise.torch_internals.torch_private",
     "shardwise.spec",
     "shardwise.models.specs.architecture",
-    "shardwise.models.specs.shipped",
+    "shardwise.models.specs.spec_store",
     "shardwise.train.config",
     "shardwise.launch.failure",
     "shardwise.launch.folder_lock",

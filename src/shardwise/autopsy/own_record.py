@@ -12,10 +12,9 @@ from reprlib import repr as show
 from shardwise.autopsy.record import RankRecord
 from shardwise.errors import InvalidData
 from shardwise.files.atomic import atomic_write
-from shardwise.files.data_file import UnreadableFile, parse_json, read_content, read_json
+from shardwise.files.data_file import UnreadableFile, open_to_append, parse_json, read_content, read_json
 from shardwise.files.form import WrongForm, anything, table
 from shardwise.files.keys import object_of
-from shardwise.files.regular_file import open_to_append
 
 PREFIX = "autopsy-rank-"
 _RESTARTS = "autopsy-restarts.jsonl"

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import CheckpointError
-from shardwise.files.data_file import UnreadableFile, parse_json
+from shardwise.files.data_file import UnreadableFile, open_to_read, parse_json
 from shardwise.files.object_path import Location, ObjectPath
 from shardwise.files.object_reader import ObjectReader
-from shardwise.files.regular_file import open_to_read
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,

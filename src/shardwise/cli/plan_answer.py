@@ -6,17 +6,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.cli.plan_options import PlanOptions
-from shardwise.cli.strategies import strategies_for_engine, strategy_names
+from shardwise.cli.plan_options import PlanOptions, strategies_for_engine, strategy_names
 from shardwise.errors import InvalidPlan
+from shardwise.hardware.cluster import with_budget
 from shardwise.models.reference import Model
 from shardwise.plan import Plan
 from shardwise.plan.placement import AUTO, STRATEGIES
 from shardwise.planner.search.candidates import Candidate, SpecFor, candidates, cost
 from shardwise.planner.search.recommend import Reason, Recommendation, recommend
-from shardwise.planner.search.request import AutoRequest, NoPlanFits, with_budget
+from shardwise.planner.search.request import AutoRequest, NoPlanFits
 from shardwise.planner.systems import OWN, System
-from shardwise.planner.time.fabric_range import needed_bytes_per_s
+from shardwise.planner.time.band import needed_bytes_per_s
 from shardwise.planner.time.step_time import job_on, timeline
 from shardwise.report.text.verdict import no_fit, reasons
 from shardwise.vocabulary.span import Span

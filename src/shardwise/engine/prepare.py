@@ -64,9 +64,8 @@ from shardwise.engine.prepared.prepared_module import become_prepared
 from shardwise.engine.workspaces import take_workspaces
 from shardwise.errors import InvalidPlan
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
 from shardwise.plan.patterns import unmatched
-from shardwise.plan.placement import Placement
+from shardwise.plan.placement import Mesh, Placement
 from shardwise.program.buffers import param_dtypes
 from shardwise.spec import ModelSpec
 from shardwise.units import CutModel, cut_model

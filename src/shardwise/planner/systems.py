@@ -11,7 +11,7 @@ from types import MappingProxyType
 from shardwise.errors import InvalidPlan, UnknownName
 from shardwise.plan.placement import placement_of
 from shardwise.spec import ModelSpec
-from shardwise.spec.losses import FUSED, KEPT, USUAL
+from shardwise.spec.losses import USUAL
 
 OVERLAPS = ("all", "gradients", "none")
 """Communication that runs during computation: all; all but the gathers of updated parameters; nothing."""
@@ -30,7 +30,6 @@ class System:
     buffer_bytes        strategy → buffers that a rank holds in addition, of any model
     is_wrapped          False: an ordinary loop on one device, in which gradients exist from backward to the update
     copies_gradients    under ddp the buckets that are reduced are a second copy of the gradients
-    tile_tokens         MLPs compute in tiles of so many tokens; 0: at once
     is_expandable       the allocator has expandable segments
     """
 
@@ -48,7 +47,6 @@ class System:
     buffer_bytes: Mapping[str, int] = field(default_factory=dict)
     is_wrapped: bool = True
     copies_gradients: bool = False
-    tile_tokens: int = 0
     is_expandable: bool = False
 
     def __post_init__(self) -> None:
@@ -136,18 +134,6 @@ _SYSTEMS = (
         strategies=("ddp", "zero1"),
         overlap="none",
     ),
-    System(
-        name="internevo",
-        title="InternEvo",
-        is_foreign=True,
-        source="InternEvo's configs, hybrid_zero_optimizer: overlap_sync_grad = True, overlap_sync_param = False, "
-        "reduce_bucket_size = 512 · 2²⁰; ZeRO-1 over all ranks of zero1.size = -1, gradients in the dtype of the "
-        "computation, kept whole between passes",
-        strategies=("zero1",),
-        reduces_as_computed=True,
-        overlap="gradients",
-        buffer_bytes={"zero1": 512 * 2**20},
-    ),
     replace(
         _FULLY_SHARD,
         name="accelerate",
@@ -164,35 +150,6 @@ _SYSTEMS = (
         "sets expandable_segments",
         accumulate_reduced=True,
         is_expandable=True,
-    ),
-    replace(
-        _FULLY_SHARD,
-        name="prime-rl",
-        title="prime-rl's SFT trainer",
-        source="prime-rl, trainer/sft: fully_shard with reduce_dtype float32; its loop holds the fp32 logits of a pass "
-        "in a variable (its RL trainer computes the head in chunks: --loss fused)",
-        accumulate_reduced=True,
-        loss=KEPT,
-    ),
-    replace(
-        _DEEPSPEED,
-        name="arctic",
-        title="ArcticTraining",
-        source="ArcticTraining, projects/sequence-parallelism: DeepSpeed ZeRO-3, tiled MLP, logits and loss in tiles, "
-        "expandable_segments",
-        strategies=("fsdp",),
-        loss=FUSED,
-        # It takes as many tokens per tile as the model is wide.
-        tile_tokens=4096,
-        is_expandable=True,
-    ),
-    System(
-        name="yafsdp",
-        title="YaFSDP",
-        is_foreign=True,
-        source="YaFSDP: gathers in param_dtype, reduces in fp32 unless bit16_reduce_scatter; flat buffers without "
-        "copies out of them",
-        strategies=("fsdp", "shard_grad_op"),
     ),
 )
 SYSTEMS: Mapping[str, System] = MappingProxyType({system.name: system for system in _SYSTEMS})

@@ -82,7 +82,7 @@ class Cursor:
 
     @property
     def keeps(self) -> bool:
-        """Whether this pass keeps its gradients."""
+        """Return whether this pass keeps its gradients."""
         return self._steps is not self._compiled
 
     def run(self, row: Row) -> None:

@@ -31,8 +31,7 @@ from shardwise.engine.guards.description import (
 from shardwise.engine.optimizer.known import StaleOptimizer, check_parameters, describe_optimizer
 from shardwise.errors import InvalidModel
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import Placement
+from shardwise.plan.placement import Mesh, Placement
 from shardwise.spec import ROOT, ModelSpec
 from shardwise.torch_engine.plain_model import is_on_torch
 from shardwise.torch_engine.refuse import check_plan, check_replicated, check_sharded

@@ -8,10 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.errors import InvalidModel
-from shardwise.plan.policy import UnitPolicy
+from shardwise.plan.patterns import UnitPolicy
 from shardwise.spec import ANNOUNCED, ModelSpec, TensorSpec, UnitSpec
-from shardwise.spec.law import Law, fit
-from shardwise.spec.step import Run, StepRow, StepTrace
+from shardwise.spec.step import Law, Run, StepRow, StepTrace, fit
 from shardwise.trace.cut import CannotCutError, find_runs, in_call_order
 from shardwise.trace.fp8 import fp8_layers
 from shardwise.trace.observe import ObservedStep, TracedTask, Way, observe

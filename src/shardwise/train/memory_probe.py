@@ -19,12 +19,12 @@ import torch
 from shardwise.comm.agreement import exchange
 from shardwise.engine.random_states import random_states, restore_random_states
 from shardwise.engines import replan, require_engine
+from shardwise.hardware.cluster import capacity_bytes, with_budget
 from shardwise.launch.failure import during
 from shardwise.plan import Plan
 from shardwise.plan.limits import LIMITS
 from shardwise.planner.engine_model import engine_model_of
-from shardwise.planner.search.candidates import capacity_bytes
-from shardwise.planner.search.request import NoPlanFits, with_budget
+from shardwise.planner.search.request import NoPlanFits
 from shardwise.profile.step_peak import step_peak
 from shardwise.train import run_folder
 from shardwise.train.auto_plan import ChosenPlan

@@ -11,8 +11,7 @@ import pytest
 
 from shardwise.cli.app import main
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import STRATEGIES
+from shardwise.plan.placement import STRATEGIES, Mesh
 from shardwise.planner.search.auto import Solved
 from shardwise.planner.search.candidates import SpecFor, cost
 from shardwise.planner.search.request import AutoRequest

@@ -14,8 +14,7 @@ from shardwise.interchange.exported import JobShape
 from shardwise.interchange.recognise import read_setup
 from shardwise.interchange.targets import TARGETS, export, write
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import STRATEGIES
+from shardwise.plan.placement import STRATEGIES, Mesh
 
 EIGHT = JobShape(ranks_per_node=8)
 TWO_NODES = JobShape(num_nodes=2, ranks_per_node=8)

@@ -44,12 +44,12 @@ class FollowedProgram:
 
     @property
     def learned(self) -> bool:
-        """Whether the order of the units is known."""
+        """Return whether the order of the units is known."""
         return bool(self.seen)
 
     @property
     def generates_together(self) -> bool:
-        """Whether a rank that is done with its part of an evaluation has to continue until all ranks are."""
+        """Return whether a rank that is done with its part of an evaluation has to continue until all ranks are."""
         return self.any_sharded and self.evaluation.agreed is None
 
     def follow(self, spec: ModelSpec, *, plan: Plan) -> None:

@@ -116,7 +116,7 @@ class Master(Gathered):
 
     @property
     def is_staged(self) -> bool:
-        """Whether gathers read a copy of it in another dtype."""
+        """Return whether gathers read a copy of it in another dtype."""
         return self._place is not self._values
 
     @property
@@ -133,7 +133,7 @@ class Master(Gathered):
 
     @property
     def passes_through_device(self) -> bool:
-        """Whether it lives in host memory, and the device computes its update."""
+        """Return whether it lives in host memory, and the device computes its update."""
         return self.host is not None and self.host.keeps_grads
 
     def be_written_by(self, update: Any, *, reads: Sequence[Tensor] | None = None) -> None:

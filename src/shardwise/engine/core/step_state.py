@@ -53,7 +53,7 @@ class StepState:
 
     @property
     def is_in_step(self) -> bool:
-        """Whether a forward has run whose backward is not over."""
+        """Return whether a forward has run whose backward is not over."""
         return self.phase is Phase.BACKWARD or self.forwards > 0
 
     def after(self, move: Move) -> "StepState":

@@ -10,7 +10,7 @@ from shardwise.engine.fp8.fp8_scales import Fp8Scales
 from shardwise.engine.fp8.linear import Fp8Linear, GatheredLinear, RowwiseLinear, TensorwiseLinear, fp8_class
 from shardwise.errors import InvalidPlan
 from shardwise.plan import Plan
-from shardwise.program.fp8_layers import linear_layers, why_no_layer
+from shardwise.program.buffers import linear_layers, why_no_layer
 from shardwise.spec import ModelSpec
 
 LEAST_CAPABILITY = (8, 9)

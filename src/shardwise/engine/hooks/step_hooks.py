@@ -29,7 +29,7 @@ class StepListener(Protocol[_Heard]):
 
     @property
     def in_backward(self) -> bool:
-        """Whether a backward has begun and not ended, or raised."""
+        """Return whether a backward has begun and not ended, or raised."""
 
     def before_forward(self, unit: _Heard) -> int:
         """Note that a call of the unit begins; return its number among the unit's calls in this step."""
@@ -104,12 +104,12 @@ class UnitGrads(Generic[UnitT]):
 
     @property
     def complete(self) -> bool:
-        """Whether all gradients that are expected in this backward have arrived."""
+        """Return whether all gradients that are expected in this backward have arrived."""
         return len(self.arrived) == len(self.expected)
 
     @property
     def used(self) -> bool:
-        """Whether backward needs no parameter of the unit any more: what uses one has run when its gradient arrives."""
+        """Return whether backward is done with all parameters: what uses one has run when its gradient arrives."""
         return self.complete and not self._any_frozen
 
 

@@ -33,8 +33,7 @@ from shardwise.engine.optimizer.streamed_update import check_streamed
 from shardwise.engine.plan_change.reshard import StatesAndGrads, move, states_and_grads
 from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import Placement
+from shardwise.plan.placement import Mesh, Placement
 from shardwise.spec import UnitSpec
 from shardwise.vocabulary.layout import ALIGNMENT
 

@@ -13,7 +13,7 @@ from shardwise.plan import Plan
 def summary(model: nn.Module) -> str:
     """Return one line on what `prepare` decided for a prepared model, and how much of it this rank owns.
 
-    print(shardwise.summary(model))      # fsdp on 2 ranks, fp32, engine shardwise; rank 0 owns 544 of 1,088 parameters
+    It reads like this: fsdp on 2 ranks, fp32, engine shardwise; rank 0 owns 544 of 1,088 parameters
     """
     engine = require_engine(model)
     plan: Plan = engine.plan

@@ -5,6 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
 
+from shardwise.hardware.cluster import with_budget
 from shardwise.plan import Plan
 from shardwise.plan.limits import strategies_of
 from shardwise.plan.patterns import Patterns
@@ -24,7 +25,6 @@ from shardwise.planner.search.request import (
     may_use_host,
     options_of,
     uses_host,
-    with_budget,
     with_settings,
 )
 from shardwise.planner.search.reserved_search import WORTH_A_LOOK, best_reserved

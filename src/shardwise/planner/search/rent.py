@@ -9,7 +9,7 @@ from shardwise.hardware.cluster import make_cluster
 from shardwise.hardware.prices import Price
 from shardwise.plan import Plan
 from shardwise.plan.limits import strategies_of
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Mesh
 from shardwise.planner.search.auto import solve_plan
 from shardwise.planner.search.candidates import Candidate, SpecFor, candidates, cost
 from shardwise.planner.search.larger_clusters import PER_NODE

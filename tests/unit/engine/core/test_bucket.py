@@ -14,8 +14,7 @@ from shardwise.engine.core.segment import Segment
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.hooks.step_hooks import UnitGrads
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import STRATEGIES
+from shardwise.plan.placement import STRATEGIES, Mesh
 from shardwise.program import Bucket
 from shardwise.program.buffers import flat_specs
 from shardwise.spec import TensorSpec, UnitSpec

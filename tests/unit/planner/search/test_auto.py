@@ -13,7 +13,7 @@ from shardwise.errors import InvalidPlan
 from shardwise.hardware import Cluster, cluster_of
 from shardwise.models.reference import Model
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Mesh
 from shardwise.planner.search.auto import Solved, solve_plan
 from shardwise.planner.search.candidates import Candidate, candidates, cost
 from shardwise.planner.search.dial import Dial
