@@ -13,7 +13,7 @@ BARE := $(VENV)/.bare-$(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
 READY := $(VENV)/.ready-$(shell echo '$(TORCH) $(EXTRAS)' | cksum | cut -d' ' -f1)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt '$(TORCH)'
 
-.PHONY: setup demo wheel compiled test test-unit test-jobs test-ranks test-gpu test-gpu-1 test-gpu-2 fuzz slurm-test reliability chaos chaos-long check format bench docs docs-serve docs-pages planner-docs clean
+.PHONY: setup demo wheel compiled test test-unit test-ranks test-jobs test-jobs-1 test-jobs-2 test-gpu test-gpu-1 test-gpu-2 fuzz slurm-test reliability chaos chaos-long check format bench docs docs-serve docs-pages planner-docs clean
 
 setup: $(READY)
 
@@ -51,36 +51,46 @@ demo: $(BARE)
 
 # Bytecode, also where PYTHONDONTWRITEBYTECODE is set: there each process that a test starts would compile all modules again,
 # and pytest would rewrite the assertions of all tests in every run.
-test test-unit test-jobs test-ranks: export PYTHONDONTWRITEBYTECODE =
+test test-unit test-ranks test-jobs test-jobs-1 test-jobs-2: export PYTHONDONTWRITEBYTECODE =
 compiled: setup
 	@$(BIN)/python -m compileall -q src tests benchmarks
 
-# Ranks mostly wait for each other, so three parts run side by side; with ARGS, whatever these say.
+# What a person waits for: about 8 minutes on 2 quiet cores. Ranks mostly wait for each other, so two parts run side by
+# side. With ARGS, whatever these say.
 test: compiled
 ifeq ($(strip $(ARGS)),)
-	@$(MAKE) --no-print-directory --jobs 3 --keep-going test-unit test-ranks test-jobs
+	@$(MAKE) --no-print-directory --jobs 2 --keep-going test-unit test-ranks
 else
 	@$(BIN)/python -m pytest $(ARGS)
 endif
 
+# The other tier: tests that start whole jobs, launchers, notebooks or a browser, in two parts side by side.
+test-jobs: compiled
+	@$(MAKE) --no-print-directory --jobs 2 --keep-going test-jobs-1 test-jobs-2
+
 # What each part says at its end, so that it is seen what makes it long.
 SLOWEST := --durations=12 --durations-min=3
 
-# Tests that start whole jobs, and those whose ranks need transformers or Lightning, which are imported once per part; those
-# that go with the unit tests, so that the parts take about equally long; and the others, whose ranks come from a pool.
+# Tests that start whole jobs, and those whose ranks need transformers or Lightning, which are imported once per part; the
+# ranks of the others come from a pool. Some of these others go with the unit tests, so that the parts take about equally long.
 WHOLE_JOBS := accelerate autopsy bench documents integration kills launch notebooks recovery train watch
 OF_LIBRARIES := asked_by_others evaluating fine_tune grad_norms lightning pretrained
+BROWSER := $(shell find tests/unit -name 'test_*browser.py') tests/unit/test_site.py
+LAUNCHED := $(sort $(wildcard $(patsubst %,tests/dist/test_%*.py,launch recovery train watch)))
 JOBS := $(sort $(wildcard $(patsubst %,tests/dist/test_%*.py,$(WHOLE_JOBS) $(OF_LIBRARIES))))
 WITH_UNIT := $(wildcard $(patsubst %,tests/dist/test_%.py,ema frozen weight_stream whole written))
 
 test-unit:
-	@$(BIN)/python -m pytest $(SLOWEST) tests/unit tests/gpu $(WITH_UNIT)
-
-test-jobs:
-	@$(BIN)/python -m pytest $(SLOWEST) $(JOBS)
+	@$(BIN)/python -m pytest $(SLOWEST) tests/unit tests/gpu $(WITH_UNIT) $(BROWSER:%=--ignore=%)
 
 test-ranks:
 	@$(BIN)/python -m pytest $(SLOWEST) tests/dist tests/fuzz $(JOBS:%=--ignore=%) $(WITH_UNIT:%=--ignore=%)
+
+test-jobs-1:
+	@$(BIN)/python -m pytest $(SLOWEST) $(LAUNCHED)
+
+test-jobs-2:
+	@$(BIN)/python -m pytest $(SLOWEST) $(filter-out $(LAUNCHED),$(JOBS)) $(BROWSER)
 
 # All of tests/gpu on this machine's GPU, one file after another, by the Python that has a CUDA build of torch: nothing is
 # installed. `make test-gpu-1` and `make test-gpu-2` run one half each.

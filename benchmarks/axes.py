@@ -14,7 +14,7 @@ from rows import ROOT, fill, table
 from shardwise.hardware import cluster_of
 from shardwise.models.reference import Model
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Mesh
 from shardwise.planner.search.candidates import Candidate, cost
 from shardwise.vocabulary.quantities import GIB, fixed
 

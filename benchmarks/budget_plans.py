@@ -8,7 +8,8 @@ from typing import Any
 import hugging_face_models
 
 from shardwise.hardware import Cluster, cluster_of
-from shardwise.hardware.link import Fabric, Link
+from shardwise.hardware.cluster import with_budget
+from shardwise.hardware.device import Fabric, Link
 from shardwise.hardware.sourced import Sourced
 from shardwise.models.specs.traced import trace_task
 from shardwise.models.tasks import Task, load_task
@@ -16,7 +17,7 @@ from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.search.auto import solve_plan
 from shardwise.planner.search.candidates import Candidate, candidates, cost
-from shardwise.planner.search.request import RECOMPUTES, AutoRequest, with_budget
+from shardwise.planner.search.request import RECOMPUTES, AutoRequest
 from shardwise.spec import ModelSpec
 from shardwise.spec.step import COMPILED
 

@@ -29,7 +29,7 @@ from engine_step import WARM_UP_STEPS, Case, make_step, on_ranks_of
 from measuring import circumstances, settle, spread, write_part
 
 from shardwise.engine.engine import engine_of
-from shardwise.engine.guards import resting_units
+from shardwise.engine.guards import guard
 from shardwise.engine.guards.guard import wake
 from shardwise.engine.guards.managed import ManagedParameters
 from shardwise.engine.guards.written import Writes
@@ -58,8 +58,8 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         Check(owner=Writes, attribute="settled"),
     ),
     "reads of freed parameters": (
-        Check(owner=resting_units, attribute="rest"),
-        Check(owner=resting_units, attribute="wake"),
+        Check(owner=guard, attribute="rest"),
+        Check(owner=guard, attribute="wake"),
     ),
     "torch's GradScaler": (Check(owner=owned, attribute="called_by_torchs", off=lambda: False),),
 }

@@ -28,14 +28,14 @@ from step_times import FITTED
 
 from shardwise.hardware import Cluster, cluster_of
 from shardwise.hardware.borrowed import host_factor
+from shardwise.hardware.calibration import HostSpeed, dispatch_factor, read_host_speed, reference_host
 from shardwise.hardware.device_file import write_table
-from shardwise.hardware.host_speed import HostSpeed, dispatch_factor, read_host_speed, reference_host
 from shardwise.models.reference import Model
 from shardwise.models.specs.traced import trace_task
 from shardwise.plan import Plan
 from shardwise.planner import estimate
+from shardwise.planner.engine_model import OVERHEADS, Overhead
 from shardwise.planner.job import Job
-from shardwise.planner.overhead import OVERHEADS, Overhead
 from shardwise.planner.search.candidates import Candidate, cost
 from shardwise.planner.time import step_time
 from shardwise.spec import ModelSpec
@@ -89,7 +89,7 @@ def predicted(row: dict[str, Any], *, reference: HostSpeed, overhead: Overhead) 
     step_time._known.cache_clear()
     with (
         patch("shardwise.hardware.borrowed.reference_host", lambda: reference),
-        patch("shardwise.planner.time.instructions.overhead_of", _costs(overhead)),
+        patch("shardwise.planner.time.pieces.overhead_of", _costs(overhead)),
     ):
         found = cost(spec_of(name), plan=plan, cluster=cluster, optimizer="adamw-fused", as_graphs=has_graphs)
     # They were made on the device.

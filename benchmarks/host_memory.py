@@ -44,9 +44,9 @@ from shardwise import Plan
 from shardwise.engine.offload.pinned import pinned_bytes
 from shardwise.engine.prepared.inventory import held_bytes
 from shardwise.hardware import cluster_of
-from shardwise.models.adaptation import Adaptation
 from shardwise.models.adapted import adapt
 from shardwise.models.reference import Model
+from shardwise.models.specs.spec_request import Adaptation
 from shardwise.models.tasks import Task, load_task
 from shardwise.planner.search.auto import solve_plan
 from shardwise.planner.search.candidates import Candidate, cost

@@ -17,8 +17,7 @@ from pathlib import Path
 from shardwise.hardware import cluster_of
 from shardwise.models.reference import Model
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import STRATEGIES
+from shardwise.plan.placement import STRATEGIES, Mesh
 from shardwise.planner import estimate
 from shardwise.planner.time.step_time import estimate_time
 

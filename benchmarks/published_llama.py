@@ -8,7 +8,7 @@ from typing import Any
 from published_rows import LeftOut, Row, cluster_text, csv_rows, own_model
 
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Mesh
 from shardwise.spec.losses import CHUNKED, USUAL
 
 _KINDS = {"A100 80GB": "a100-80gb", "H100 80GB": "h100-80gb"}

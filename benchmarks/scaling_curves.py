@@ -1,7 +1,7 @@
 """Published scaling curves: throughput per device at each point, as a share of that at the first.
 
     python benchmarks/scaling_curves.py             the curves, and the worst point of each
-    python benchmarks/scaling_curves.py --fit       fits the pauses of planner/time/straggler.py to all of them, and to
+    python benchmarks/scaling_curves.py --fit       fits the pauses of planner/time/collective.py to all of them, and to
                                                     those of other models than each, which then is predicted
 
 Published here as shares; what is not given (micro-batches, links) is assumed below.
@@ -17,11 +17,11 @@ from unittest.mock import patch
 from published_rows import own_model
 
 from shardwise.hardware import Cluster, cluster_of
-from shardwise.hardware.software import software_of
+from shardwise.hardware.device import software_of
 from shardwise.models.reference import Model
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
-from shardwise.planner.time import straggler
+from shardwise.plan.placement import Mesh
+from shardwise.planner.time import collective
 from shardwise.planner.time.collective import rings_of
 from shardwise.planner.time.step_time import estimate_time
 
@@ -72,7 +72,7 @@ class Curve:
             mesh = plan.mesh or Mesh(shard=cluster.num_ranks)
             gathers = plan.strategy == "fsdp"
             rings = rings_of(mesh, cluster=cluster)
-            waited = straggler.straggler_seconds(alone, rings=rings, cluster=cluster, gathers=gathers)
+            waited = collective.straggler_seconds(alone, rings=rings, cluster=cluster, gathers=gathers)
             rates.append(samples / (alone + waited))
         return [rate / rates[0] for rate in rates]
 
@@ -162,7 +162,7 @@ def fit(curves: Sequence[Curve]) -> tuple[float, float]:
 
 
 def with_constants(share: float, seconds: float) -> "patch.multiple":  # type: ignore[valid-type]
-    return patch.multiple(straggler, PAUSED_SHARE=share, PAUSE_SECONDS=seconds)
+    return patch.multiple(collective, PAUSED_SHARE=share, PAUSE_SECONDS=seconds)
 
 
 def fitted() -> Iterator[str]:

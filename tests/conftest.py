@@ -2,12 +2,16 @@
 
 import gc
 import os
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
-import torch
 from hypothesis import settings
 
 from reliability.ledger import claims
@@ -22,14 +26,37 @@ settings.load_profile("usual")
 # Tests are small, and the machine is busy with their processes: threads would wait for each other, turning, many times
 # longer than one computes. The variable is for processes that tests start.
 os.environ["OMP_NUM_THREADS"] = "1"
-torch.set_num_threads(1)
-# As in ranks.py: a CPU without bf16 turns oneDNN off at its first product in bf16, so that a test in fp32 would depend on
-# those before it.
-torch._C._set_mkldnn_enabled(False)
+HAS_GPU = Path("/dev/nvidiactl").exists()
+
+
+class _SetsUpTorch(MetaPathFinder):
+    """Sets up torch when a test imports it: those of the planner, the reports and the commands run without it."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec("torch")
+        assert spec is not None
+        assert spec.loader is not None
+        run = spec.loader.exec_module
+
+        def run_and_set_up(module: ModuleType) -> None:
+            run(module)
+            module.set_num_threads(1)
+            # As in ranks.py: a CPU without bf16 turns oneDNN off at its first product in bf16, so that a test in fp32
+            # would depend on those before it.
+            module._C._set_mkldnn_enabled(False)
+
+        spec.loader.exec_module = run_and_set_up  # type: ignore[method-assign]
+        return spec
+
+
+sys.meta_path.insert(0, _SetsUpTorch())
 
 # Processes that tests start begin with tests/started/sitecustomize.py; not where they measure a GPU's memory, which cycles
 # of references would hold for longer.
-if not torch.cuda.is_available():
+if not HAS_GPU:
     _STARTED = str(Path(__file__).parent / "started")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), _STARTED)))
 
@@ -56,7 +83,8 @@ def _nothing_leaks() -> Iterator[None]:
 
 
 def _has_group() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -96,6 +124,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if item not in in_ledger])
         items[:] = in_ledger
     marked = [item for item in items if item.get_closest_marker("gpu")]
-    if marked and not torch.cuda.is_available():
+    if marked and not HAS_GPU:
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))

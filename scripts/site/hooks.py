@@ -22,6 +22,8 @@ from reference import command_line_page, config_page, python_page
 ROOT = Path(__file__).parents[2]
 # Markdown outside of docs/ → its page.
 MOVED = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changes.md"}
+# A source file → the page that is made of it.
+MADE_OF = {"src/shardwise/__init__.py": "reference/python.md"}
 _LINK = re.compile(r"(?<=\]\()(?P<path>[^)#\s:]+)(?=[)#])")
 _PICTURE = re.compile(r'<img alt="(?P<alt>[^"]*)" src="(?P<path>images/[\w-]+\.svg)" ?/?>')
 _LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".sh": "bash"}
@@ -60,8 +62,10 @@ def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files
 
 
 def search_boost(page: Page) -> float:
-    """Return how much a page counts in a search: less if it is in the reference or among the measurements."""
+    """Return how much a page counts in a search: less if it answers one question, little if it is no guide."""
     sections = [ancestor.title for ancestor in page.ancestors]
+    if "Questions" in sections:
+        return 0.4
     return 0.05 if "Measurements" in sections or "Reference" in sections else 1.0
 
 
@@ -81,8 +85,8 @@ def site_uri(path: Path) -> str:
     """Where a file of the repository is on the site."""
     if path.parts[0] == "docs":
         return path.relative_to("docs").as_posix()
-    if path.as_posix() in MOVED:
-        return MOVED[path.as_posix()]
+    if path.as_posix() in MOVED | MADE_OF:
+        return (MOVED | MADE_OF)[path.as_posix()]
     if (ROOT / path).is_dir():
         return f"source/{path.as_posix()}/index.md"
     return f"source/{path.as_posix()}" + ("" if path.suffix == ".json" else ".md")
@@ -95,7 +99,8 @@ def outside_paths() -> list[Path]:
     for document in documents:
         for match in _LINK.finditer((ROOT / document).read_text()):
             path = Path(normpath((document.parent / match["path"]).as_posix()))
-            if path.parts[0] in ("docs", "..") or path.as_posix() in MOVED or not (ROOT / path).exists():
+            is_page = path.as_posix() in MOVED | MADE_OF
+            if path.parts[0] in ("docs", "..") or is_page or not (ROOT / path).exists():
                 continue
             found.add(path)
             if (ROOT / path).is_dir():

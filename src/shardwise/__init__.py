@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from shardwise.models.weights.pretrained import from_pretrained as from_pretrained
     from shardwise.models.weights.pretrained import save_pretrained as save_pretrained
     from shardwise.plan import Plan as Plan
-    from shardwise.plan.mesh import Mesh as Mesh
     from shardwise.plan.placement import STRATEGIES as STRATEGIES
+    from shardwise.plan.placement import Mesh as Mesh
     from shardwise.plan.placement import Placement as Placement
     from shardwise.recovery.protect import protect as protect
     from shardwise.report.predictions import predict as predict

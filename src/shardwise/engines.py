@@ -1,4 +1,4 @@
-"""The functions that users call on a model. `prepare` chooses the engine; the others call the engine of the model.
+"""The door to both engines: `prepare` chooses the engine of a model, and the other functions call its method.
 
 What they do is described where our engine does it (engine/prepared, engine/plan_change).
 """
@@ -7,7 +7,7 @@ import inspect
 import os
 from collections.abc import Callable, Mapping
 from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,17 +17,26 @@ from torch.optim import Optimizer
 from shardwise.comm.collectives import Collectives
 from shardwise.comm.job_environment import start_of
 from shardwise.comm.watch import WATCH_SECONDS
+from shardwise.engine import carry
 from shardwise.engine.guards.replicas import COMPARE_EVERY
-from shardwise.engine.our_engine import OurEngine
+from shardwise.engine.our_engine import Engine
 from shardwise.engine.prepare import prepare_on_ours
-from shardwise.engine.protocol import TrainingEngine, require_engine
+from shardwise.errors import InvalidModel
 from shardwise.plan import Plan, as_plan
 from shardwise.plan.limits import LIMITS
+from shardwise.spec import ModelSpec
 from shardwise.vocabulary.tested_versions import warn_if_untested_torch
 
+if TYPE_CHECKING:
+    from shardwise.torch_engine.torch_engine import TorchEngine
+
+AnyEngine: TypeAlias = "Engine | TorchEngine"
 AnyOptimizer = TypeVar("AnyOptimizer", Optimizer, None, list[Optimizer])
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
+
+find_engine: "Callable[[nn.Module], AnyEngine | None]" = carry.find_engine
+require_engine: "Callable[[nn.Module], AnyEngine]" = carry.require_engine
 
 
 def prepare(
@@ -64,6 +73,8 @@ def prepare(
     if (dist.get_rank() if dist.is_initialized() else start_of(os.environ).rank) == 0:
         warn_if_untested_torch()
     plan = as_plan(plan)
+    if find_engine(model) is not None:
+        raise InvalidModel(f"this {type(model).__name__} has been through shardwise.prepare already")
     given = {"collectives": collectives, "weights": weights, "optimizers": isinstance(optimizer, list) or None}
     arguments = [name for name, value in given.items() if value is not None]
     LIMITS[plan.engine].check_call("prepare", plan, arguments=arguments)
@@ -83,35 +94,41 @@ def prepare(
         watch_seconds=watch_seconds,
         compare_every=compare_every,
         weights=weights,
+        predict=_states_peaks,
     )
 
 
-def _of_engine(
-    method: Callable[Concatenate[OurEngine, nn.Module, Given], Result],
-) -> Callable[Concatenate[nn.Module, Given], Result]:
+def _states_peaks(spec: ModelSpec, **setting: Any) -> dict[str, int]:
+    """Predict for an out-of-memory error: only a job that fails imports the planner."""
+    from shardwise.planner.memory.states_peak import states_peaks
+
+    return states_peaks(spec, **setting)
+
+
+def _of_engine(method: Callable[Concatenate[Engine, Given], Result]) -> Callable[Concatenate[nn.Module, Given], Result]:
     """Return the function that calls this method of a model's engine, whichever it is; ours describes it."""
 
     @wraps(method)
     def call(model: nn.Module, *given: Given.args, **options: Given.kwargs) -> Result:
-        result: Result = getattr(require_engine(model), method.__name__)(model, *given, **options)
-        return result
+        return getattr(require_engine(model), method.__name__)(*given, **options)  # type: ignore[no-any-return]
 
-    signature = inspect.signature(getattr(TrainingEngine, method.__name__))
-    call.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])  # type: ignore[attr-defined]
+    own = inspect.signature(method)
+    model = inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=nn.Module)
+    call.__signature__ = own.replace(parameters=[model, *list(own.parameters.values())[1:]])  # type: ignore[attr-defined]
     call.__module__ = __name__
     # It may also be called with the model by its name.
     return call  # type: ignore[return-value]
 
 
-replan = _of_engine(OurEngine.replan)
-accumulate = _of_engine(OurEngine.accumulate)
-mean_count = _of_engine(OurEngine.mean_count)
-join = _of_engine(OurEngine.join)
-edit = _of_engine(OurEngine.edit)
-whole = _of_engine(OurEngine.whole)
-weight_stream = _of_engine(OurEngine.weight_stream)
-clip_grad_norm_ = _of_engine(OurEngine.clip_grad_norm_)
-clip_grad_value_ = _of_engine(OurEngine.clip_grad_value_)
-grad_norms = _of_engine(OurEngine.grad_norms)
-full_state_dict = _of_engine(OurEngine.full_state_dict)
-load_full_state_dict = _of_engine(OurEngine.load_full_state_dict)
+replan = _of_engine(Engine.replan)
+accumulate = _of_engine(Engine.accumulate)
+mean_count = _of_engine(Engine.mean_count)
+join = _of_engine(Engine.join)
+edit = _of_engine(Engine.edit)
+whole = _of_engine(Engine.whole)
+weight_stream = _of_engine(Engine.weight_stream)
+clip_grad_norm_ = _of_engine(Engine.clip_grad_norm_)
+clip_grad_value_ = _of_engine(Engine.clip_grad_value_)
+grad_norms = _of_engine(Engine.grad_norms)
+full_state_dict = _of_engine(Engine.full_state_dict)
+load_full_state_dict = _of_engine(Engine.load_full_state_dict)

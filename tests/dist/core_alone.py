@@ -7,7 +7,7 @@ import sys
 from importlib.abc import MetaPathFinder
 from typing import Any
 
-# All of the engine but its core and the protocol, and what watches over a job.
+# All of the engine but its core, and what watches over a job.
 SHELL = (
     *("shardwise.engine.guards", "shardwise.engine.graphs", "shardwise.engine.optimizer"),
     *("shardwise.engine.activations", "shardwise.engine.offload", "shardwise.engine.out_of_memory"),
@@ -35,8 +35,7 @@ from torch.nn.functional import cross_entropy  # noqa: E402
 from shardwise.comm.collectives import BackendCollectives  # noqa: E402
 from shardwise.engine.core.assembly import assemble  # noqa: E402
 from shardwise.plan import Plan  # noqa: E402
-from shardwise.plan.mesh import Mesh  # noqa: E402
-from shardwise.plan.placement import STRATEGIES  # noqa: E402
+from shardwise.plan.placement import STRATEGIES, Mesh  # noqa: E402
 
 NUM_STEPS = 3
 
@@ -86,7 +85,7 @@ def on_core(plan: Plan, *, rank: int, num_passes: int) -> dict[str, Tensor]:
         for name, view in zip(flat.names, flat.full.views_of(flat.full_master()), strict=True):
             masters[name] = view.clone()
     late.assert_all_waited()
-    core.detach()
+    core.hooks.detach()
     return masters
 
 

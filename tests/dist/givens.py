@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise
@@ -40,6 +41,19 @@ def loss_of(first: Any, batch: Tensor | None = None) -> Tensor:
     """Of outputs, or of a model and a batch: the documents have both."""
     outputs: Tensor = first if batch is None else first(batch)
     return outputs.square().mean()
+
+
+def _trainer(model: nn.Module) -> SimpleNamespace:
+    """What TRL's trainers hold of a model that vLLM serves. To train is to hand over all weights."""
+    served: dict[str, Tensor] = {}
+
+    def train() -> None:
+        generation.sync_weights()
+        assert dist.get_rank() or served.keys() == model.state_dict().keys()
+
+    client = SimpleNamespace(update_named_param=served.__setitem__, reset_prefix_cache=lambda: None)
+    generation = SimpleNamespace(vllm_client=client)
+    return SimpleNamespace(model=model, vllm_generation=generation, train=train)
 
 
 def _batches(rank: int) -> list[Tensor]:
@@ -84,6 +98,8 @@ def givens(names: Iterable[str], *, rank: int) -> dict[str, Any]:
         },
         "averaged": lambda: torch.optim.swa_utils.AveragedModel(GivenModel()),
         "inference": lambda: SimpleNamespace(load_weights=dict),
+        "wandb": lambda: SimpleNamespace(log=lambda values, *, step: None),
+        "trainer": lambda: _trainer(model),
         "cross_entropy": lambda: nn.functional.cross_entropy,
     }
     asked = {name.strip() for name in names}

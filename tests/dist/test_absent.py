@@ -15,8 +15,7 @@ from shardwise.errors import InvalidPlan
 from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape, ResNetShape
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import SHARDED, STRATEGIES, placement_of
+from shardwise.plan.placement import SHARDED, STRATEGIES, Mesh, placement_of
 
 # Eight ranks cut its units into equal slices without padding.
 GPT = GPTShape(num_layers=2, width=256, num_heads=4, vocab_size=128, max_seq=64)

@@ -21,8 +21,7 @@ from shardwise.bench.worker import run_rank
 from shardwise.launch.launch import launch
 from shardwise.models.reference import Model
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import SHARDED, placement_of
+from shardwise.plan.placement import SHARDED, Mesh, placement_of
 from shardwise.planner.memory.peak import job_of
 from shardwise.planner.traffic import sent_bytes
 from shardwise.profile.compare import predict

@@ -15,7 +15,7 @@ from whole import whole
 from reliability.said import say
 from shardwise.comm.job_environment import MEMORY
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Mesh
 
 FSDP = Plan(strategy="fsdp")
 # Ranks 0 and 1 are on the first node.

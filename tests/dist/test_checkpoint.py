@@ -24,7 +24,7 @@ from shardwise.checkpoint import CheckpointReader, Checkpoints, open_checkpoint
 from shardwise.models.shapes import GPTShape
 from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Mesh
 
 FSDP = Plan(strategy="fsdp")
 

@@ -13,9 +13,9 @@ from whole import whole
 
 import shardwise
 from shardwise.checkpoint import Checkpoints, open_checkpoint
-from shardwise.engine.protocol import require_engine
+from shardwise.engines import require_engine
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Mesh
 
 STRATEGIES = {name: Plan(strategy=name) for name in ("ddp", "zero1", "zero2", "shard_grad_op", "fsdp")}
 # hpz and hpz2: gathers inside the shard axis, states over all ranks.
@@ -138,7 +138,7 @@ def check_own(own: dict[str, Any] | None, *, rank: int, expected: bool) -> None:
 
 def held_values(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
     """All that this rank holds: slices, their states, options; buffers on rank 0, whose are the ones that count."""
-    mine = require_engine(model).held(model)
+    mine = require_engine(model).held()
     values: list[Any] = [[group[key] for key in ("lr", "weight_decay")] for group in optimizer.param_groups]
     for part in mine.slices:
         if part.name != "empty":

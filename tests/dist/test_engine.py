@@ -17,8 +17,7 @@ from whole import in_turn, strategies, whole
 
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.engine import engine_of
-from shardwise.engine.protocol import find_engine
-from shardwise.engines import full_state_dict, load_full_state_dict, prepare
+from shardwise.engines import find_engine, full_state_dict, load_full_state_dict, prepare
 from shardwise.models.make import build_model
 from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan

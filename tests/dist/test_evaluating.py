@@ -16,7 +16,7 @@ from shardwise.comm.agreement import RanksMissing
 from shardwise.engine.engine import engine_of
 from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Mesh
 
 NUM_BATCHES = (1, 4)
 PLANS = {

@@ -13,7 +13,7 @@ from whole import whole
 
 import shardwise
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Mesh
 
 STEPS = 2
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")

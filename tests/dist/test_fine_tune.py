@@ -130,7 +130,7 @@ def test_a_resumed_training_of_adapters_is_the_whole_one(folder: Path) -> None:
 @needs_peft
 def test_targets_that_no_module_has_are_refused(folder: Path) -> None:
     from shardwise.errors import InvalidModel
-    from shardwise.models.adaptation import Adaptation
+    from shardwise.models.specs.spec_request import Adaptation
     from shardwise.models.weights.fine_tune import checkpoint_task
 
     with pytest.raises(InvalidModel, match="task.lora_targets: .*qproj"):

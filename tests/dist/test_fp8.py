@@ -20,8 +20,7 @@ from shardwise.integrations.asked_plan import asked_plan
 from shardwise.models.shapes import GPTShape, LlamaShape
 from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import STRATEGIES
+from shardwise.plan.placement import STRATEGIES, Mesh
 from shardwise.program import Kind
 
 SHAPES = {

@@ -14,7 +14,7 @@ from whole import strategies, whole
 
 import shardwise
 from shardwise.checkpoint import Checkpoints
-from shardwise.engine.core.tape import TapeEntry
+from shardwise.engine.core.step_events import TapeEntry
 from shardwise.engine.engine import engine_of, tape
 from shardwise.engine.prepared.inventory import held_bytes
 from shardwise.models.tasks import cross_entropy

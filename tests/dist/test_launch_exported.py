@@ -42,31 +42,6 @@ kind = type(model).__name__
 print(f"rank {accelerator.process_index} of {accelerator.num_processes}: {kind}", flush=True)
 accelerator.end_training()
 """
-LIGHTNING = """
-import torch
-from lightning.pytorch import LightningModule
-from lightning_trainer import make_trainer
-
-
-class Module(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 1)
-
-    def training_step(self, batch, index):
-        return self.layer(batch[0]).mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-if __name__ == "__main__":
-    data = torch.utils.data.TensorDataset(torch.randn(8, 4))
-    quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
-    trainer = make_trainer(accelerator="cpu", max_steps=2, **quiet)
-    trainer.fit(Module(), torch.utils.data.DataLoader(data, batch_size=2))
-    print(f"rank {trainer.global_rank} of {trainer.world_size}: {trainer.global_step} steps", flush=True)
-"""
 
 
 def needs(package: str) -> pytest.MarkDecorator:
@@ -129,15 +104,3 @@ def test_accelerates_file_starts_two_processes_with_ddp(tmp_path: Path) -> None:
     printed = started([*command, "--main_process_port", "0", "script.py"], folder=tmp_path)
     # Ranks share a pipe, and may write into each other's lines.
     assert all(f"rank {rank} of 2: DistributedDataParallel" in printed for rank in range(2)), printed
-
-
-@needs("lightning")
-@pytest.mark.whole
-@pytest.mark.timeout(200)
-def test_lightnings_file_trains_on_two_processes(tmp_path: Path) -> None:
-    write(export(Plan(strategy="ddp", accumulate=2), TWO, target="lightning"), folder=tmp_path)
-    (tmp_path / "script.py").write_text(LIGHTNING)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"]
-    printed = started(command, folder=tmp_path)
-    # Four samples each, in batches of two, two of which make a step.
-    assert all(f"rank {rank} of 2: 2 steps" in printed for rank in range(2)), printed

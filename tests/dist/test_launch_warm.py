@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from processes import left_with
 
+from shardwise.cli.autopsy import autopsy
 from shardwise.launch.launch import launch
 
 PROGRAM = Path(__file__).with_name("warmed.py")
@@ -44,6 +46,28 @@ def test_a_forked_rank_is_a_child_of_the_launcher_with_its_own_group_and_random_
         assert rank["threads"] == 1
         assert rank["words"] == ["one", "$two", "fail"]
     assert one["random"] != other["random"]
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_is_shown_by_its_number_and_its_program_instead_of_what_it_was_forked_from(job: Job) -> None:
+    folder, _ = job
+    for number in (0, 1):
+        shown = json.loads((folder / f"rank-{number}.json").read_text())["shown"]
+        assert f"shardwise rank {number} of 2: {PROGRAM} {folder} one $two fail".startswith(shown)
+        assert shown.startswith(f"shardwise rank {number} of 2: /")
+
+
+@pytest.mark.timeout(120)
+def test_autopsy_tells_of_a_rank_that_was_killed_and_replaced(
+    job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(job[0], tmp_path / "run", ignore=shutil.ignore_patterns("rank-*.json")))
+    autopsy(folder, as_json=True)
+    (finding,) = json.loads(capsys.readouterr().out)["findings"]
+    assert (finding["kind"], finding["ranks"]) == ("replaced", [1])
+    assert finding["text"] == "rank 1 failed first: the process was killed by SIGKILL; restart 1 of 2"
+    autopsy(folder)
+    assert capsys.readouterr().out.startswith(f"{finding['text']}\n")
 
 
 @pytest.mark.timeout(120)

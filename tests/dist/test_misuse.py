@@ -28,7 +28,7 @@ from shardwise.engines import clip_grad_norm_, prepare
 from shardwise.errors import ShardwiseError
 from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Mesh
 
 
 def trained(strategy: str, rank: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
@@ -816,12 +816,12 @@ def test_what_backward_cannot_do_is_refused() -> None:
 
 def alone(rank: int) -> None:
     model, _, _ = trained("fsdp", rank)
-    engine_of(model).limit_seconds = 0.3
+    engine_of(model).core.followed.limit_seconds = 0.3
     if rank == 0:
         assert line(model.state_dict) == "rank 1, 2 did not come to state_dict within 0 s: call it on every rank"
     # Afterwards all of them may come.
     dist.barrier()
-    engine_of(model).limit_seconds = 60.0
+    engine_of(model).core.followed.limit_seconds = 60.0
     assert model.state_dict().keys() == MODELS["gpt"]()[0].state_dict().keys()
 
 

@@ -16,8 +16,7 @@ from whole import strategies, whole
 import shardwise
 from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import ACROSS, STRATEGIES
+from shardwise.plan.placement import ACROSS, STRATEGIES, Mesh
 from shardwise.program.naive import NaiveExecutor
 
 # The batches of each step; those of the second one are added up.

@@ -15,7 +15,7 @@ import shardwise
 from shardwise.engine.engine import engine_of
 from shardwise.engine.optimizer import streamed_update
 from shardwise.engine.prepared.inventory import held_bytes
-from shardwise.engine.protocol import require_engine
+from shardwise.engines import require_engine
 from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
 
@@ -116,9 +116,7 @@ def gradients_of_a_step(rank: int, update: str) -> dict[str, int]:
         optimizer.step()
         optimizer.zero_grad()
         held.append(held_bytes(model, optimizer)["grads"])
-    others = [
-        tensor for category, tensor in require_engine(model).held_tensors(model, optimizer) if category == "other"
-    ]
+    others = [tensor for category, tensor in require_engine(model).held_tensors(optimizer) if category == "other"]
     slots = {id(buffer) for buffer in engine_of(model).owned.streamed.slot_tensors()}
     counted = sum(id(tensor) in slots for tensor in others)
     sizes = sum(4 * flat.layout.slice_elements for flat in engine_of(model).core.flats if flat.master.host is not None)

@@ -15,7 +15,7 @@ from whole import whole
 import shardwise
 from shardwise.engine.engine import engine_of
 from shardwise.engine.prepared.full_state import check_order
-from shardwise.engine.protocol import require_engine
+from shardwise.engines import require_engine
 from shardwise.errors import InvalidData
 from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
@@ -196,12 +196,12 @@ def alone(rank: int) -> None:
     model, batch, loss = make("gpt")
     model, optimizer = shardwise.prepare(model, adamw(model.parameters()), Plan(strategy="zero1"))
     train(model, optimizer, batch, loss, rank=rank, steps=range(1))
-    engine_of(model).owned.limit_seconds = 0.3
+    engine_of(model).core.followed.limit_seconds = 0.3
     if rank == 0:
         message = line(optimizer.state_dict)
         assert message == "rank 1 did not come to optimizer.state_dict within 0 s: call it on every rank"
     torch.distributed.barrier()
-    engine_of(model).owned.limit_seconds = 60.0
+    engine_of(model).core.followed.limit_seconds = 60.0
     optimizer.state_dict()
 
 
@@ -223,7 +223,7 @@ def allocated(rank: int) -> None:
         model, batch, loss = make(name)
         optimizer = OPTIMIZERS[given](model.parameters())
         shardwise.prepare(model, optimizer, plan)
-        require_engine(model).allocate_states(model, optimizer)
+        require_engine(model).allocate_states(optimizer)
         for group in optimizer.param_groups:
             assert all(optimizer.state[parameter] for parameter in group["params"])
         assert train(model, optimizer, batch, loss, rank=rank, steps=range(1))[0] > 0

@@ -23,7 +23,7 @@ from shardwise.engine.prepared.inventory import held_bytes
 from shardwise.engines import prepare
 from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Mesh
 
 SLICED = ["zero1", "zero2", "fsdp"]
 

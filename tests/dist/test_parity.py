@@ -9,8 +9,7 @@ from training import Case, assert_close, assert_equal, on_ranks, one_process
 from whole import strategies, whole
 
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import STRATEGIES
+from shardwise.plan.placement import STRATEGIES, Mesh
 
 OTHERS = [name for name in MODELS if name != "gpt"]
 

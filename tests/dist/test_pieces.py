@@ -20,7 +20,7 @@ from shardwise.comm.collectives import BackendCollectives
 from shardwise.engine.engine import engine_of
 from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Mesh
 
 # A block of the GPT has 17 kB of gradients in fp32, the root 4 kB.
 PIECE_BYTES = 3000

@@ -18,12 +18,11 @@ from shardwise.models.shapes import GPTShape, LlamaShape, ResNetShape, Shape, Vi
 from shardwise.models.specs.traced import trace_task
 from shardwise.models.tasks import Task, image_task, token_task
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
 from shardwise.plan.patterns import Patterns
-from shardwise.plan.placement import STRATEGIES
+from shardwise.plan.placement import STRATEGIES, Mesh
 from shardwise.planner import MemoryEstimate, estimate
 from shardwise.planner.ways import fp8_traces, traced_ways
-from shardwise.program.fp8_layers import fp8_weight_names
+from shardwise.program.buffers import fp8_weight_names
 from shardwise.spec import ModelSpec
 from shardwise.trace.observe import Way
 from shardwise.trace.trace import trace_model

@@ -20,7 +20,7 @@ from reliability.said import say
 from shardwise.comm.job_environment import MEMORY
 from shardwise.launch.launch import launch
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Mesh
 from shardwise.recovery import generation
 from shardwise.recovery.memory_folder import free_memory
 from shardwise.recovery.memory_key import key_in

@@ -17,7 +17,7 @@ from shardwise.engine.engine import engine_of
 from shardwise.engines import prepare
 from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Mesh
 
 MESH = Mesh(replicate=2, shard=2)
 # Of the model "gpt": the three blocks and the root.

@@ -23,8 +23,7 @@ from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape
 from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import STRATEGIES
+from shardwise.plan.placement import STRATEGIES, Mesh
 from shardwise.program import Kind, build
 
 CASES = {
@@ -377,7 +376,7 @@ def test_an_optimizer_that_cannot_step_slices_is_refused_before_anything_moves()
 
 def on_one_rank(rank: int) -> str:
     run = Run("gpt", "groups", Plan(), rank=rank)
-    engine_of(run.model).limit_seconds = 0.3
+    engine_of(run.model).core.followed.limit_seconds = 0.3
     return line(lambda: shardwise.replan(run.model, Plan(strategy="ddp"))) if rank == 0 else ""
 
 

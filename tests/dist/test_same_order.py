@@ -17,7 +17,7 @@ from shardwise.engine.engine import engine_of
 from shardwise.engine.guards.same_order import coefficient, count_bits
 from shardwise.engines import prepare
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Mesh
 
 
 def prepared(plan: Plan, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -12,13 +12,12 @@ from whole import whole
 
 from shardwise import accumulate
 from shardwise.comm.collectives import BackendCollectives
-from shardwise.engine.core.tape import TapeEntry
+from shardwise.engine.core.step_events import TapeEntry
 from shardwise.engine.engine import engine_of, tape
 from shardwise.engines import prepare
 from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import STRATEGIES
+from shardwise.plan.placement import STRATEGIES, Mesh
 from shardwise.program import Kind, StepProgram, build, build_first_step
 
 

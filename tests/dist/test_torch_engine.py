@@ -25,7 +25,7 @@ from shardwise.errors import InvalidModel, InvalidPlan, ShardwiseError
 from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Mesh
 from shardwise.torch_engine.prepare import AutocastDataParallel
 
 GPT = Case(make=MODELS["gpt"], optimizer=sgd, num_steps=5)

@@ -101,7 +101,7 @@ def test_units_come_in_the_order_of_a_step_at_most_two_at_a_time_in_the_dtype_th
 def refused(rank: int) -> list[str]:
     model, optimizer, batch = prepared(Plan(), rank=rank)
     cross_entropy(model, batch(0, rank)).backward()
-    engine_of(model).limit_seconds = 0.5
+    engine_of(model).core.followed.limit_seconds = 0.5
     said = []
     stream = shardwise.weight_stream(model)
     next(stream)

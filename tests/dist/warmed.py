@@ -36,6 +36,7 @@ def main() -> None:
         "threads": torch.get_num_threads(),
         "random": random.random(),
         "words": sys.argv[2:],
+        "shown": Path("/proc/self/cmdline").read_bytes().decode().rstrip("\0"),
     }
     (folder / f"rank-{rank}.json").write_text(json.dumps(found))
     if "fail" in sys.argv:

@@ -8,9 +8,8 @@ from torch import nn
 
 from shardwise.engine.plan_change.replan import _FIXED
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
 from shardwise.plan.patterns import unmatched
-from shardwise.plan.placement import ACROSS, SHARDED, STRATEGIES
+from shardwise.plan.placement import ACROSS, SHARDED, STRATEGIES, Mesh
 from shardwise.units import unit_modules
 
 # Keys that are not drawn, with the reason.

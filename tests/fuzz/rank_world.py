@@ -23,7 +23,7 @@ import shardwise
 from shardwise.checkpoint import Checkpoints
 from shardwise.comm.agreement import exchange
 from shardwise.engine.prepare import _collectives
-from shardwise.engine.protocol import require_engine
+from shardwise.engines import require_engine
 
 
 class Rank(World):
@@ -40,7 +40,7 @@ class Rank(World):
 
     def replayed(self) -> int:
         """Return how many calls of units under the last plan were replays of graphs."""
-        return require_engine(self.model).replayed_calls(self.model)[1]
+        return require_engine(self.model).replayed_calls()[1]
 
     def _planned(self, keys: dict[str, Any]) -> dict[str, Any]:
         return {**keys, "precision": "native"} if self.case.double else dict(keys)

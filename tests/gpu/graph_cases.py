@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import shardwise
 from shardwise import Plan
-from shardwise.engine.protocol import require_engine
+from shardwise.engines import require_engine
 from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape
 from shardwise.models.tasks import cross_entropy
@@ -83,5 +83,5 @@ def run(
             optimizer.zero_grad()
             ran.losses.append(total.item())
     ran.weights = {name: value.clone() for name, value in shardwise.full_state_dict(model)["model"].items()}
-    _, ran.num_replayed = require_engine(model).replayed_calls(model)
+    _, ran.num_replayed = require_engine(model).replayed_calls()
     return ran

@@ -17,8 +17,7 @@ from shardwise import Plan
 from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape
 from shardwise.models.tasks import cross_entropy
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import STRATEGIES
+from shardwise.plan.placement import STRATEGIES, Mesh
 
 SHAPE = GPTShape(num_layers=3, width=96, num_heads=3, vocab_size=101, max_seq=32)
 

@@ -5,7 +5,7 @@ import torch
 
 from shardwise.hardware import device_of
 from shardwise.hardware.calibrate import measure_device
-from shardwise.hardware.link import link_of
+from shardwise.hardware.device import link_of
 from shardwise.hardware.measure_host_memory import measured_host_memory
 from shardwise.hardware.probe_host import probe_host
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import shardwise
 from shardwise import Plan
 from shardwise.engine.fp8.linear import RowwiseLinear, TensorwiseLinear
-from shardwise.engine.protocol import require_engine
+from shardwise.engines import require_engine
 from shardwise.models.make import build_model
 from shardwise.models.shapes import LlamaShape
 from shardwise.models.tasks import cross_entropy
@@ -79,7 +79,7 @@ def trained(plan: Plan, *, steps: int = 12) -> tuple[list[float], dict[str, Tens
 
     with deterministic():
         losses = [step(*batch(number)).item() for number in range(steps)]
-    return losses, model.state_dict(), require_engine(model).replayed_calls(model)[1]
+    return losses, model.state_dict(), require_engine(model).replayed_calls()[1]
 
 
 @pytest.mark.usefixtures("one_rank")

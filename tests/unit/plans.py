@@ -5,8 +5,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import STRATEGIES
+from shardwise.plan.placement import STRATEGIES, Mesh
 
 patterns = st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1, max_size=12)
 placements = st.one_of(st.sampled_from(list(STRATEGIES)), st.sampled_from(list(STRATEGIES.values())))

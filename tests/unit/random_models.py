@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from shardwise.hardware import Cluster, cluster_of
 from shardwise.plan import Plan
-from shardwise.planner.search.candidates import meshes
 from shardwise.planner.search.dial import Choice, Dial, turned_units
 from shardwise.planner.search.dial_cost import DialCosts
+from shardwise.planner.search.micro_batches import meshes
 from shardwise.planner.search.request import RECOMPUTES
 from shardwise.spec import ModelSpec
 from shardwise.trace import Way, trace_model

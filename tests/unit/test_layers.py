@@ -90,7 +90,7 @@ WITHOUT_TORCH = [
     "shardwise.torch_internals.torch_private",
     "shardwise.spec",
     "shardwise.models.specs.architecture",
-    "shardwise.models.specs.shipped",
+    "shardwise.models.specs.spec_store",
     "shardwise.train.config",
     "shardwise.launch.failure",
     "shardwise.launch.folder_lock",
@@ -158,17 +158,18 @@ def upward(source: str, *, row: int) -> set[str]:
     return {name for name in imported | named - {"shardwise"} if row_of(f"{name}.__init__".split(".")[1]) > row}
 
 
-def test_of_the_program_only_what_runs_a_model_imports_torch() -> None:
-    """The hooks, the tensors that they find, and the naive executor: the planner imports none of them.
-
-    The naive executor belongs to the program, and not to the engine that is compared with it.
-    """
+def test_of_the_program_only_the_naive_executor_imports_torch() -> None:
+    """It belongs to the program, and not to the engine that is compared with it; the planner does not import it."""
     trees = {path.name: ast.walk(ast.parse(path.read_text())) for path in (SOURCE / "program").rglob("*.py")}
-    assert {name for name, nodes in trees.items() if any(map(imports_torch, nodes))} == {
-        "hooks.py",
-        "left_tensors.py",
-        "naive.py",
-    }
+    assert {name for name, nodes in trees.items() if any(map(imports_torch, nodes))} == {"naive.py"}
+
+
+def test_the_engine_imports_nothing_of_the_planner() -> None:
+    """Predictions in its errors are handed to it."""
+    for path in sorted(path for name in ("engine", "torch_engine") for path in (SOURCE / name).rglob("*.py")):
+        imported, named = imported_and_named(path.read_text())
+        found = {name for name in imported | named if name.startswith("shardwise.planner")}
+        assert not found, f"{path.name} imports {', '.join(found)}"
 
 
 def imports_torch(node: ast.AST) -> bool:
@@ -181,6 +182,25 @@ def test_every_import_goes_downward() -> None:
     for path in sorted(SOURCE.rglob("*.py")):
         above = upward(path.read_text(), row=row_of(part(path)))
         assert not above, f"{path.relative_to(SOURCE)} imports {', '.join(above)}, which is above it"
+
+
+def test_the_engines_core_imports_nothing_of_its_guests() -> None:
+    """Guards, graphs, optimizers, host memory and fp8 attach themselves to it."""
+    core = SOURCE / "engine" / "core"
+    for path in sorted(core.rglob("*.py")):
+        imported = {name for name in imported_and_named(path.read_text())[0] if name.startswith("shardwise.engine.")}
+        beneath = ("shardwise.engine.core.", "shardwise.engine.hooks.")
+        guests = {name for name in imported if not f"{name}.".startswith(beneath)}
+        assert not guests, f"{path.name} imports {', '.join(guests)}"
+
+
+def test_checkpoints_and_recovery_import_no_internals_of_the_engine() -> None:
+    """What a rank holds, an average of it, and the states of random generators: no buffers and no core."""
+    allowed = {"owned_model", "prepared.average", "random_states"}
+    for path in sorted(path for name in ("checkpoint", "recovery") for path in (SOURCE / name).rglob("*.py")):
+        imported = imported_and_named(path.read_text())[0]
+        inner = {name.removeprefix("shardwise.engine.") for name in imported if name.startswith("shardwise.engine.")}
+        assert inner <= allowed, f"{path.name} imports {inner - allowed}"
 
 
 @pytest.mark.parametrize(

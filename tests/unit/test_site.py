@@ -110,6 +110,15 @@ FIRST = {
     "OOM": "when-it-goes-wrong.html",
     "hang": "when-it-goes-wrong.html",
     "checkpoint": "checkpoints.html",
+    "gradient checkpointing": "gradient-checkpointing.html",
+    "multi-node": "several-nodes.html",
+    "wandb": "wandb.html",
+    "streaming": "streaming.html",
+    "packing": "packing.html",
+    "multimodal": "multimodal.html",
+    "RLHF": "generation.html",
+    "slow first step": "slow-first-step.html",
+    "fragmentation": "fragmentation.html",
 }
 
 

@@ -7,7 +7,7 @@ from itertools import groupby
 from shardwise.autopsy.record import GroupRecord, Issued, RankRecord
 
 FAILED, STOPPED, DISAGREE = "failed", "stopped", "disagree"
-WAITING, NO_RECORD, ENDED = "waiting", "no record", "ended"
+WAITING, NO_RECORD, ENDED, REPLACED = "waiting", "no record", "ended", "replaced"
 # The most certain first: ranks that fail, or issue different collectives, also seem to stop.
 _ORDER = (FAILED, DISAGREE, STOPPED, NO_RECORD, WAITING, ENDED)
 
@@ -20,6 +20,11 @@ class Finding:
     group: str
     ranks: tuple[int, ...]
     text: str
+
+
+def replaced(restarts: Iterable[tuple[int, str]]) -> list[Finding]:
+    """Return a finding for each earlier start of the job, which one rank ended, and which left no records."""
+    return [Finding(kind=REPLACED, group="", ranks=(rank,), text=text) for rank, text in restarts]
 
 
 def verdict(records: Sequence[RankRecord]) -> list[Finding]:

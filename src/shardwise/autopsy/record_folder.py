@@ -5,13 +5,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from shardwise.autopsy.flight_recorder import read_dump
-from shardwise.autopsy.own_record import PREFIX, read_record
+from shardwise.autopsy.own_record import PREFIX, read_record, read_restarts
 from shardwise.autopsy.record import RankRecord
 from shardwise.errors import InvalidData
 
 
 def read_records(folder: Path) -> list[RankRecord]:
-    """Read one record per rank, in rank order. A rank's own record and its flight-recorder dump are merged."""
+    """Read one record per rank, in rank order. A rank's own record and its flight-recorder dump are merged.
+
+    There need be none where the folder has notes of restarts.
+    """
     if not folder.is_dir():
         raise InvalidData(f"{folder} is not a folder: give the one that holds the ranks' records")
     own: dict[int, RankRecord] = {}
@@ -28,7 +31,7 @@ def read_records(folder: Path) -> list[RankRecord]:
     found = dict(dumped)
     for rank, record in own.items():
         found[rank] = replace(record, groups={**found[rank].groups, **record.groups}) if rank in found else record
-    if not any(record.groups or record.failed for record in found.values()):
+    if not any(record.groups or record.failed for record in found.values()) and not read_restarts(folder):
         raise InvalidData(
             f"{folder} holds no record of a collective: ranks of shardwise train leave them in its run folder when it "
             "fails, those of your own loop with SHARDWISE_AUTOPSY=DIR in their environment, and PyTorch's flight "

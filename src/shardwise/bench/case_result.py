@@ -155,7 +155,7 @@ class CaseResult:
 
     @property
     def is_exposed_by_timeline(self) -> bool:
-        """Whether exposed communication is that of the timeline: one was taped, on CPUs, and something was sent."""
+        """Return whether exposed communication is the timeline's: one was taped, on CPUs, and something was sent."""
         return not self.reserved_bytes and any(span.queue != "compute" for span in self.spans)
 
     @property

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.comm.dtensor import dtensor_types, local_part
-from shardwise.engine.protocol import find_engine
+from shardwise.engines import find_engine
 
 # Names that engines insert between the names of modules.
 _WRAPPERS = ("module", "_fsdp_wrapped_module", "_forward_module", "_original_module", "_orig_mod")
@@ -34,7 +34,7 @@ def parts_of(model: nn.Module, *, names: Iterable[str]) -> list[Part]:
     """Return this rank's parts of the named parameters of a model that an engine has prepared."""
     engine = find_engine(model)
     if engine is not None:
-        slices = [piece for piece in engine.held(model).slices if piece.name in names]
+        slices = [piece for piece in engine.held().slices if piece.name in names]
         return [Part(name=piece.name, parameter=piece.parameter, counts=piece.copy == 0) for piece in slices]
     # By its name, since importing FSDP1 takes a second.
     sharded = any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules())

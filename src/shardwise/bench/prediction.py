@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from shardwise.bench.case_result import PredictedCase
 from shardwise.errors import InvalidCluster
 from shardwise.hardware import Cluster, cluster_of
-from shardwise.hardware.cluster import make_cluster
-from shardwise.hardware.cluster_file import read_cluster_file
+from shardwise.hardware.cluster import make_cluster, read_cluster_file
 from shardwise.hardware.device_file import device_like
 from shardwise.models.reference import Model
 from shardwise.plan import Plan

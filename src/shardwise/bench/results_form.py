@@ -26,7 +26,7 @@ from shardwise.files.form import (
     whole,
 )
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Mesh
 from shardwise.profile.memory_ledger import MemoryLedger
 from shardwise.vocabulary.categories import CATEGORIES
 from shardwise.vocabulary.span import QUEUES, Span

@@ -14,7 +14,7 @@ from shardwise.bench.run_files import BenchRun
 from shardwise.comm.absent import AbsentCollectives, leave_out_reduce
 from shardwise.comm.collectives import BackendCollectives, Collectives
 from shardwise.comm.join import Place
-from shardwise.engine.protocol import find_engine
+from shardwise.engines import find_engine
 from shardwise.launch.failure import during
 from shardwise.plan.limits import LIMITS
 from shardwise.profile.traceless import TracelessCollectives, lending_broadcasts
@@ -49,7 +49,7 @@ class BenchTraining:
         """Wait for the device, and for the gathers that our update has started."""
         engine = find_engine(self.training.model)
         if engine is not None:
-            engine.settle(self.training.model)
+            engine.settle()
         if self.training.device.type == "cuda":
             torch.cuda.synchronize(self.training.device)
 

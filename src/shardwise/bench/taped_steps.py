@@ -14,9 +14,10 @@ import torch
 from shardwise.bench.run_files import Found
 from shardwise.bench.subject import BenchTraining
 from shardwise.bench.tape_spans import Happening
-from shardwise.engine.core.tape import TapeEntry
+from shardwise.engine.core.step_events import TapeEntry
 from shardwise.engine.engine import tape
-from shardwise.engine.protocol import find_engine
+from shardwise.engines import find_engine
+from shardwise.plan.limits import LIMITS
 from shardwise.profile.memory_ledger import Lasts
 from shardwise.profile.recording import StepRecording
 from shardwise.program import Kind
@@ -76,7 +77,7 @@ def _timed(subject: BenchTraining) -> tuple[float, float, list[TapeEntry]]:
 
 def _has_tape(subject: BenchTraining) -> bool:
     engine = find_engine(subject.training.model)
-    return engine is not None and engine.can("tape", subject.training.model)
+    return engine is not None and LIMITS[engine.plan.engine].why_not_call("tape", engine.plan) is None
 
 
 def _taped(subject: BenchTraining, *, on_entry: Callable[[TapeEntry], None] | None = None) -> list[TapeEntry]:

@@ -32,7 +32,7 @@ from shardwise.bench.subject import BenchTraining, start
 from shardwise.bench.taped_steps import NUM_TAPED, recorded_step, with_rows, with_usual_tape
 from shardwise.comm.agreement import meet
 from shardwise.comm.join import Place, joined
-from shardwise.engine.protocol import find_engine
+from shardwise.engines import find_engine
 from shardwise.files.data_file import read_json
 from shardwise.launch.failure import LOG, report, write_to_log
 from shardwise.profile.recording import WARM_UP_STEPS, StepRecording, allocations_on
@@ -118,7 +118,7 @@ def _measured(run: BenchRun, *, place: Place) -> Found:
         block_seconds=_slowest(seconds, run=run, place=place),
         allocated_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else None,
         reserved_bytes=torch.cuda.max_memory_reserved(device) if on_gpu else None,
-        buckets={} if engine is None else engine.buckets(training.model),
+        buckets={} if engine is None else engine.buckets(),
     )
     return with_usual_tape(found, subject) if _is_recorded(run) else found
 

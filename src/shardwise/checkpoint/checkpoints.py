@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -30,9 +30,12 @@ from shardwise.checkpoint.saving import write_checkpoint
 from shardwise.checkpoint.staging import Staging
 from shardwise.checkpoint.storage import CheckpointReader
 from shardwise.checkpoint.typed import from_json
-from shardwise.engine.prepared.average import EMA
 from shardwise.errors import CheckpointError
 from shardwise.files.object_path import Location, ObjectPath, location
+
+if TYPE_CHECKING:
+    # Models import this package, and need no engine.
+    from shardwise.engine.prepared.average import EMA
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +113,7 @@ class Checkpoints:
         step: int,
         progress: Mapping[str, Any] | None = None,
         own: Mapping[str, Any] | None = None,
-        ema: EMA | None = None,
+        ema: "EMA | None" = None,
         finite_only: bool = False,
     ) -> Saving:
         """Save this state. Asynchronous: returns when it is copied, and writes in the background.
@@ -179,7 +182,7 @@ class Checkpoints:
         model: nn.Module,
         optimizer: Optimizer | None = None,
         *,
-        ema: EMA | None = None,
+        ema: "EMA | None" = None,
     ) -> Loaded:
         """Fill the model, the optimizer and the average, under any plan, engine and number of ranks."""
         self.wait()

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,12 @@ from shardwise.checkpoint.staging import Staging
 from shardwise.checkpoint.typed import dtype_name, from_json, to_json
 from shardwise.comm.dtensor import local_part
 from shardwise.engine.owned_model import OwnedModel, OwnedSlice
-from shardwise.engine.prepared.average import EMA
 from shardwise.errors import CheckpointError
 from shardwise.torch_engine.plain_model import state_of
+
+if TYPE_CHECKING:
+    # Models import this package, and need no engine.
+    from shardwise.engine.prepared.average import EMA
 
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
@@ -74,7 +77,7 @@ def snapshot(
     progress: Mapping[str, Any],
     own: Mapping[str, Any],
     ranks: Ranks,
-    ema: EMA | None = None,
+    ema: "EMA | None" = None,
     sharers: Collection[int] | None = None,
     check_finite: bool = True,
     late: LateNumbers | None = None,
@@ -88,9 +91,9 @@ def snapshot(
     state = state_of(model)
     if optimizer is not None or ema is not None:
         # Weights alone may be saved with the values that they have at the moment.
-        state.check_values(model, what="a checkpoint of a training")
+        state.check_values(what="a checkpoint of a training")
     # First: it makes the engine adopt a new optimizer.
-    groups = state.group_names(model, optimizer) if optimizer is not None else []
+    groups = state.group_names(optimizer) if optimizer is not None else []
     held = holding(model)
     written = partial(_written, sharers=sharers)
     pieces = [written(MODEL + part.name, part, part.parameter) for part in held.slices]
@@ -109,7 +112,7 @@ def snapshot(
         pieces += _empty(held)
     mine = {key: value for key, value in own.items() if isinstance(value, Tensor)}
     pieces += [StatePiece.whole(f"{OWN}{ranks.index}.{key}", value) for key, value in mine.items()]
-    plan = state.plan_of(model)
+    plan = state.plan
     average = None
     if ema is not None:
         average = {"decay": ema.decay, "num_updates": ema.num_updates, "parameters": ema.names()}
@@ -128,7 +131,7 @@ def snapshot(
     return StateSnapshot(contents=contents, pieces=pieces, nonfinite=nonfinite)
 
 
-def _averaged(held: OwnedModel, ema: EMA) -> list[tuple[OwnedSlice, Tensor]]:
+def _averaged(held: OwnedModel, ema: "EMA") -> list[tuple[OwnedSlice, Tensor]]:
     """Return the slices that have an average, with it."""
     averages = ema.slices()
     return [(part, averages[part.parameter]) for part in held.slices if part.parameter in averages]
@@ -185,13 +188,13 @@ class Loading:
 
 @torch.no_grad()
 def loading(
-    model: nn.Module, optimizer: Optimizer | None, *, manifest: Manifest, ranks: Ranks, ema: EMA | None = None
+    model: nn.Module, optimizer: Optimizer | None, *, manifest: Manifest, ranks: Ranks, ema: "EMA | None" = None
 ) -> Loading:
     """Describe what this rank reads from a checkpoint; only `finish` changes the model and the optimizer."""
     state = state_of(model)
-    state.check_values(model, what="a load of a checkpoint")
+    state.check_values(what="a load of a checkpoint")
     # First: it makes the engine adopt a new optimizer.
-    groups = state.group_names(model, optimizer) if optimizer is not None else []
+    groups = state.group_names(optimizer) if optimizer is not None else []
     held = holding(model)
     check_fits(manifest, held)
     windows: list[_Window] = [_Window(MODEL + part.name, part, part.parameter) for part in held.slices]
@@ -216,12 +219,12 @@ def loading(
             states.take()
         if ema is not None and manifest.contents.ema is not None:
             ema.decay, ema.num_updates = manifest.contents.ema["decay"], manifest.contents.ema["num_updates"]
-        state.slices_filled(model)
+        state.slices_filled()
 
     return Loading(targets=targets, own=own, has_optimizer=states is not None, finish=finish)
 
 
-def _check_ema(manifest: Manifest, ema: EMA) -> None:
+def _check_ema(manifest: Manifest, ema: "EMA") -> None:
     """Raise unless the checkpoint holds the average of the same parameters."""
     if manifest.contents.ema is None:
         raise CheckpointError(

@@ -48,7 +48,8 @@ def export_weights(
     hugging_face      use the names and shapes of Hugging Face's Llama or GPT-2
     dtype             dtype of floating-point tensors (default: as saved)
 
-    A tied parameter is written once, as Hugging Face does.
+    A tied parameter is written under each of its names, so that the module itself loads the file; with `hugging_face`
+    once, as Hugging Face does.
     """
     manifest = verify(path)
     tensors = _exported(manifest, hugging_face=hugging_face, dtype=dtype)
@@ -58,8 +59,9 @@ def export_weights(
     else:
         folder, files = out, divide_weights(entries, most_file_bytes=most_file_bytes)
     folder.mkdir(parents=True, exist_ok=True)
+    tied = {} if hugging_face else manifest.contents.aliases
     for file, names in files.items():
-        _write(folder / file, {name: tensors[name] for name in names}, path=path, manifest=manifest)
+        _write(folder / file, {name: tensors[name] for name in names}, tied=tied, path=path, manifest=manifest)
     written = [folder / file for file in files]
     if len(files) > 1:
         weight_map = {name: file for file, names in files.items() for name in names}
@@ -85,10 +87,14 @@ def _exported(manifest: Manifest, *, hugging_face: bool, dtype: torch.dtype | No
         theirs = layout.theirs(name) if layout is not None else name
         assert theirs is not None
         exported[theirs] = _Exported(name=MODEL + name, entry=entry, transposed=transposed)
+    if not hugging_face:
+        exported |= {alias: exported[name] for alias, name in manifest.contents.aliases.items()}
     return exported
 
 
-def _write(out: Path, tensors: Mapping[str, _Exported], *, path: Location, manifest: Manifest) -> None:
+def _write(
+    out: Path, tensors: Mapping[str, _Exported], *, tied: Mapping[str, str], path: Location, manifest: Manifest
+) -> None:
     def whole() -> Iterator[Tensor]:
         for tensor in tensors.values():
             value = assembled(tensor.name, manifest=manifest, files=files).to(tensor.entry.dtype)
@@ -97,7 +103,7 @@ def _write(out: Path, tensors: Mapping[str, _Exported], *, path: Location, manif
     entries = {name: tensor.entry for name, tensor in tensors.items()}
     try:
         with opened_all(path / name for name in manifest.files) as files, atomic_write(out) as file:
-            write_tensors(file, entries, whole(), metadata={"format": "pt"})
+            write_tensors(file, entries, whole(), metadata={"format": "pt", **tied})
     except OSError as error:
         raise CheckpointError(f"{out}: cannot be written ({error.strerror})") from error
 
@@ -122,7 +128,10 @@ def import_weights(
     disk = disk or Disk()
     with opened_all(sources) as files:
         found = _imported(files, hugging_face=hugging_face)
-        aliases = _untie(found) if hugging_face else {}
+        ties = {"head.weight": "embed.weight"} if hugging_face else {}
+        for file in files:
+            ties |= file.metadata
+        aliases = _untie(found, ties=ties)
         saving = begin(folder, step=0, disk=disk)
         file_name = "rank-00000.safetensors"
         entries = {MODEL + name: tensor.entry for name, tensor in found.items()}
@@ -175,13 +184,16 @@ def _imported(files: Iterable[TensorFile], *, hugging_face: bool) -> dict[str, _
     return found
 
 
-def _untie(found: dict[str, _Imported]) -> dict[str, str]:
-    """Drop a tied head that some files hold a second time; return it as another name of the embedding."""
-    head, embed = found.get("head.weight"), found.get("embed.weight")
-    if head is None or embed is None or head.entry != embed.entry or not torch.equal(head.read(), embed.read()):
-        return {}
-    del found["head.weight"]
-    return {"head.weight": "embed.weight"}
+def _untie(found: dict[str, _Imported], *, ties: Mapping[str, str]) -> dict[str, str]:
+    """Drop tied weights that the files hold a second time; return them as other names of the first."""
+    aliases = {}
+    for name, first in ties.items():
+        one, other = found.get(name), found.get(first)
+        if one is None or other is None or one.entry != other.entry or not torch.equal(one.read(), other.read()):
+            continue
+        del found[name]
+        aliases[name] = first
+    return aliases
 
 
 def _our_name(name: str, *, layout: HuggingFaceLayout | None) -> str | None:

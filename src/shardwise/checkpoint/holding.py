@@ -6,9 +6,9 @@ from math import prod
 
 from torch import Tensor, nn
 
+from shardwise.checkpoint.padded_rows import vocabularies
 from shardwise.engine.owned_model import OwnedModel, OwnedSlice
 from shardwise.errors import CheckpointError
-from shardwise.models.layers import vocabularies
 from shardwise.torch_engine.plain_model import state_of
 
 
@@ -18,7 +18,7 @@ def holding(model: nn.Module) -> OwnedModel:
     An embedding or a head has only the rows of the vocabulary: a checkpoint does not depend on their padding.
     """
     state = state_of(model)
-    found = _without_padding(state.held(model), vocabularies(state.bare(model)))
+    found = _without_padding(state.held(), vocabularies(state.bare))
     for name, value in found.buffers.items():
         if not isinstance(value, Tensor):
             raise CheckpointError(

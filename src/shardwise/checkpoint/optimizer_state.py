@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint.manifest import OPTIMIZER
 from shardwise.checkpoint.typed import dtype_name, dtype_of, from_json, to_json
-from shardwise.engine.core.parameters import unguarded
 from shardwise.engine.owned_model import OwnedSlice
 from shardwise.errors import CheckpointError
 
@@ -148,8 +147,7 @@ class OptimizerLoad:
         if isinstance(value, dict) and _LIKE_PARAMETER in value:
             dtype = dtype_of(value[_LIKE_PARAMETER])
             if not isinstance(there, Tensor) or there.shape != held.parameter.shape or there.dtype != dtype:
-                with unguarded():
-                    there = torch.empty_like(held.parameter, dtype=dtype, requires_grad=False)
+                there = held.empty_state(dtype)
             self.tensors.append(SliceState(name=f"{OPTIMIZER}{key}.{held.name}", of=held, value=there))
             return there
         if isinstance(value, dict) and _SHAPED in value:

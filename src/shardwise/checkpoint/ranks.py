@@ -29,7 +29,7 @@ class Ranks:
 
     @property
     def outdated(self) -> bool:
-        """Whether a process group was created after this object."""
+        """Return whether a process group was created after this object."""
         return self.group is None and dist.is_available() and dist.is_initialized()
 
     @property

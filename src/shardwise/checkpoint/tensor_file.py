@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import CheckpointError
-from shardwise.files.data_file import UnreadableFile, parse_json
+from shardwise.files.data_file import UnreadableFile, open_to_read, parse_json
 from shardwise.files.object_path import Location, ObjectPath
 from shardwise.files.object_reader import ObjectReader
-from shardwise.files.regular_file import open_to_read
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -85,6 +84,10 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
+def _texts(found: Mapping[str, object]) -> dict[str, str]:
+    return {name: text for name, text in found.items() if isinstance(text, str)}
+
+
 class TensorFile:
     """A safetensors file that is open for reading."""
 
@@ -92,6 +95,7 @@ class TensorFile:
         self._file = file
         self.path = path
         self.entries: dict[str, TensorEntry] = {}
+        self.metadata: dict[str, str] = {}
         self._begins: dict[str, int] = {}
         self._read_header()
 
@@ -102,7 +106,7 @@ class TensorFile:
             raise CheckpointError(f"{self.path}: is not a safetensors file, or was cut short")
         try:
             header = parse_json(self._bytes(length, begin=8))
-            header.pop("__metadata__", None)
+            self.metadata = _texts(header.pop("__metadata__", {}))
             for name, item in header.items():
                 begin, end = item["data_offsets"]
                 entry = TensorEntry(dtype=DTYPES[item["dtype"]], shape=tuple(map(int, item["shape"])))

@@ -29,11 +29,12 @@ def autopsy(
 
     Compares the collectives that each rank had issued.
     """
-    from shardwise.autopsy.findings import verdict
+    from shardwise.autopsy.findings import replaced, verdict
+    from shardwise.autopsy.own_record import read_restarts
     from shardwise.autopsy.record_folder import read_records
 
     records = read_records(folder)
-    findings = verdict(records)
+    findings = [*verdict(records), *replaced(read_restarts(folder))]
     if as_json:
         print(json.dumps({"findings": [asdict(finding) for finding in findings]}, indent=2))
     else:
@@ -47,6 +48,9 @@ def _print(records: "list[RankRecord]", findings: "list[Finding]") -> None:
 
     for finding in findings:
         print_line(printable(f"{finding.group}: {finding.text}" if finding.group else finding.text))
+    if not records:
+        print_line("The last start left no record: it has ended well, is still running, or was killed.")
+        return
     heads = ("rank", "group", "collectives", "last collective", "completed")
     table = plain_table(heads, wraps=heads)
     for record in records:

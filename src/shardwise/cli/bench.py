@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Exit, Option
 
+from shardwise.cli.plan_options import comma_separated, expand_all, strategy_names
 from shardwise.cli.shared_options import AsJson, RanksHere, Settings, option_words
-from shardwise.cli.strategies import comma_separated, expand_all, strategy_names
 from shardwise.cli.train import ranks_to_start
 from shardwise.errors import InvalidCluster, ShardwiseError
 from shardwise.plan.placement import STRATEGIES

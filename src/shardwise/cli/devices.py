@@ -9,9 +9,8 @@ from typer import Argument
 
 from shardwise.cli.shared_options import AsJson
 from shardwise.hardware.calibration import shipped_calibration
-from shardwise.hardware.device import Device, device_of
+from shardwise.hardware.device import Device, Link, device_of, links
 from shardwise.hardware.device import devices as all_devices
-from shardwise.hardware.link import Link, links
 from shardwise.hardware.sourced import Sourced
 from shardwise.report.text.plain_table import plain_table
 from shardwise.vocabulary.quantities import GIB, significant

@@ -8,9 +8,8 @@ from typer import Argument, Option
 from shardwise.cli.shared_options import AsJson, Units
 from shardwise.cli.terminal import status_line
 from shardwise.errors import InvalidPlan, UnknownName
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import ACROSS, STRATEGIES, resolve_strategy
-from shardwise.plan.policy import AUTO_UNITS
+from shardwise.plan.patterns import AUTO_UNITS
+from shardwise.plan.placement import ACROSS, STRATEGIES, Mesh, resolve_strategy
 
 if TYPE_CHECKING:
     from shardwise.plan import Plan

@@ -8,7 +8,7 @@ from typer import Argument, Option
 
 from shardwise.errors import InvalidPlan
 
-_TARGETS = "accelerate, deepspeed, lightning, torchtitan, torchrun, slurm or kubernetes"
+_TARGETS = "accelerate, deepspeed, torchtitan, torchrun or slurm"
 
 
 def export(
@@ -20,7 +20,6 @@ def export(
     ] = None,
     num_nodes: Annotated[int, Option("--nodes", min=1, help="Number of machines.")] = 1,
     cpu: Annotated[bool, Option("--cpu", help="The machines have no GPUs.")] = False,
-    image: Annotated[str, Option(help="The container image, for kubernetes.")] = "",
 ) -> None:
     """Write a plan as files for another tool.
 
@@ -34,7 +33,7 @@ def export(
     chosen = Plan.load(plan)
     if ranks_per_node is None:
         ranks_per_node = chosen.mesh.num_ranks // num_nodes if chosen.mesh is not None else 8
-    shape = JobShape(num_nodes=num_nodes, ranks_per_node=max(1, ranks_per_node), has_gpus=not cpu, image=image)
+    shape = JobShape(num_nodes=num_nodes, ranks_per_node=max(1, ranks_per_node), has_gpus=not cpu)
     exported = exported_for(chosen, shape, target=target)
     for path in write(exported, folder=out):
         print(path)

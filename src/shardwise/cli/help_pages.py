@@ -37,7 +37,6 @@ COMMANDS: Mapping[str, Mapping[str, str]] = {
 }
 
 _LIST_TYPE = re.compile(r" <list\[\w+\]>")
-_EXAMPLES = {name: example for group in COMMANDS.values() for name, example in group.items()}
 
 # Command → group → options.
 OPTIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -96,9 +95,10 @@ class GroupedOptions(TyperCommand):
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         # `checkpoint export` has the name of another command.
-        if self.name in _EXAMPLES and ctx.parent.parent is None:
+        example = {name: one for group in COMMANDS.values() for name, one in group.items()}.get(self.name or "")
+        if example and ctx.parent.parent is None:
             with formatter.section("Example"):
-                formatter.write_text(_EXAMPLES[self.name])
+                formatter.write_text(example)
 
 
 def _grouped(groups: Mapping[str, tuple[str, ...]], names: list[str]) -> Iterator[tuple[str, list[str]]]:

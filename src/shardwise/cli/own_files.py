@@ -92,7 +92,7 @@ def _cluster(path: Path) -> str | None:
             return None
     except ShardwiseError:
         return None
-    from shardwise.hardware.cluster_file import read_cluster_file
+    from shardwise.hardware.cluster import read_cluster_file
 
     cluster = read_cluster_file(path)
     measured = "calibrated" if cluster.device.calibration is not None else "not calibrated"

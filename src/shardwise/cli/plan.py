@@ -20,7 +20,8 @@ from shardwise.cli.shared_options import (
     Units,
 )
 from shardwise.errors import InvalidPlan
-from shardwise.plan.policy import AUTO_UNITS
+from shardwise.plan.patterns import AUTO_UNITS
+from shardwise.vocabulary.collection import without_collection
 
 
 def plan(
@@ -103,7 +104,9 @@ def plan(
     from shardwise.cli.plan_answer import answer
     from shardwise.cli.plan_output import as_data, show
 
-    found = answer(question_of(options))
+    # A short process: looking for garbage would take a tenth of its time.
+    with without_collection():
+        found = answer(question_of(options))
     if save is not None:
         found.save(save)
     if as_json:

@@ -6,17 +6,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.cli.plan_options import PlanOptions
-from shardwise.cli.strategies import strategies_for_engine, strategy_names
+from shardwise.cli.plan_options import PlanOptions, strategies_for_engine, strategy_names
 from shardwise.errors import InvalidPlan
+from shardwise.hardware.cluster import with_budget
 from shardwise.models.reference import Model
 from shardwise.plan import Plan
 from shardwise.plan.placement import AUTO, STRATEGIES
 from shardwise.planner.search.candidates import Candidate, SpecFor, candidates, cost
 from shardwise.planner.search.recommend import Reason, Recommendation, recommend
-from shardwise.planner.search.request import AutoRequest, NoPlanFits, with_budget
+from shardwise.planner.search.request import AutoRequest, NoPlanFits
 from shardwise.planner.systems import OWN, System
-from shardwise.planner.time.fabric_range import needed_bytes_per_s
+from shardwise.planner.time.band import needed_bytes_per_s
 from shardwise.planner.time.step_time import job_on, timeline
 from shardwise.report.text.verdict import no_fit, reasons
 from shardwise.vocabulary.span import Span
@@ -170,15 +170,10 @@ def _with_auto(question: PlanQuestion, found: list[Candidate]) -> tuple[list[Can
     from shardwise.planner.search.chosen_text import chosen_text
 
     try:
-        solved = solve_plan(question.spec_for, request=question)
+        solved = solve_plan(question.spec_for, request=question, fixed=found)
     except NoPlanFits as error:
         return found, Recommendation(index=None, reason=Reason.NOTHING_FITS), str(error)
     best = solved.candidate
-    fitting = [one for one in found if one.fits == "yes" and one.time is not None]
-    fastest = max(fitting, key=lambda one: one.samples_per_s, default=best)
-    if question.goal == "throughput" and fastest.samples_per_s > best.samples_per_s > 0:
-        # The solver looks at fewer batches; it need not be behind a row of the table for that.
-        best = replace(fastest, label=AUTO)
     names = [unit.name for unit in question.spec_for(best.plan).units]
     why = f"{chosen_text(best.plan, names=names)} ({solved.num_replays} plans were replayed)"
     reason = Reason.SMALLEST_PEAK if question.goal == "memory" else Reason.FASTEST

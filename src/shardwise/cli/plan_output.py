@@ -4,20 +4,20 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from shardwise.cli.plan_answer import PlanAnswer
-from shardwise.hardware.software import CURRENT
-from shardwise.plan.policy import AUTO_UNITS
+from shardwise.hardware.device import CURRENT
+from shardwise.plan.patterns import AUTO_UNITS
 from shardwise.planner.memory.states import needs_whole_matrices
 from shardwise.planner.search.candidates import Candidate
 from shardwise.planner.time.host_link import PINNED_BYTES_PER_S
 from shardwise.planner.time.step_time import why_not_timed
 from shardwise.report.text.budgets import frontier_data, frontier_table, training_data, training_table
-from shardwise.report.text.category_bars import legend
 from shardwise.report.text.costs import as_data as candidate_data
 from shardwise.report.text.costs import as_table, scaling_data, scaling_table
+from shardwise.report.text.plain_table import legend
 from shardwise.report.text.queue_lanes import as_data as spans_as_data
 from shardwise.report.text.queue_lanes import as_lanes
 from shardwise.report.text.verdict import verdict
-from shardwise.spec.largest_unit import why_hardly_cut
+from shardwise.spec.model import why_hardly_cut
 from shardwise.vocabulary.quantities import GIB, digits, fixed_text, step_seconds_text
 
 

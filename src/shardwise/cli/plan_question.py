@@ -18,7 +18,7 @@ from shardwise.cli.plan_options import (
 )
 from shardwise.cli.terminal import status_line
 from shardwise.errors import InvalidPlan, UnknownName
-from shardwise.models.adaptation import adaptation_of
+from shardwise.models.specs.spec_request import adaptation_of
 from shardwise.plan.limits import LIMITS, EngineLimits
 from shardwise.plan.placement import ACROSS
 from shardwise.planner.systems import System, system_of
@@ -26,7 +26,7 @@ from shardwise.spec.losses import LEAN, LOSSES, USUAL
 from shardwise.vocabulary.quantities import byte_count
 
 if TYPE_CHECKING:
-    from shardwise.cli.plan_answer import PlanQuestion
+    from shardwise.cli.plan_answer import PlanQuestion, WayOut
     from shardwise.hardware import Cluster
     from shardwise.models.reference import Model
 
@@ -66,8 +66,7 @@ class SystemSettings:
 def _system_tile(system: System, *, model: str) -> dict[str, int]:
     if not system.tile_tokens:
         return {}
-    from shardwise.models.catalogue import kind_of
-    from shardwise.models.transformers_shapes import TRANSFORMERS_SHAPES
+    from shardwise.models.catalogue import TRANSFORMERS_SHAPES, kind_of
 
     is_ours = not kind_of(model)[0] and model not in TRANSFORMERS_SHAPES
     return {"*.feed_forward" if is_ours else "*.mlp": system.tile_tokens}
@@ -97,10 +96,9 @@ def settings_of(options: PlanOptions) -> SystemSettings:
 
 def cluster_for(options: PlanOptions) -> "Cluster":
     from shardwise.hardware import cluster_of
-    from shardwise.hardware.cluster import plain_fabric
-    from shardwise.hardware.cluster_file import read_cluster_file
+    from shardwise.hardware.cluster import plain_fabric, read_cluster_file
+    from shardwise.hardware.device import chosen_software
     from shardwise.hardware.host_here import probed_cluster
-    from shardwise.hardware.software import chosen_software
 
     cluster, gbps = cluster_of(options.cluster), options.fabric_gbps
     if options.devices is not None:
@@ -160,6 +158,13 @@ def _lengths(options: PlanOptions) -> tuple[int, ...]:
     return found
 
 
+def _ways_out(question: "PlanQuestion") -> "list[WayOut]":
+    """Look for ways out; only an answer in which nothing fits imports the search for them."""
+    from shardwise.cli.ways_out import ways_out
+
+    return ways_out(question)
+
+
 def question_of(
     options: PlanOptions,
     *,
@@ -168,7 +173,6 @@ def question_of(
 ) -> "PlanQuestion":
     """Return the question that the options ask; a caller with many questions keeps the clusters and the models."""
     from shardwise.cli.plan_answer import PlanQuestion
-    from shardwise.cli.ways_out import ways_out
     from shardwise.plan import Plan
     from shardwise.planner.search.request import RECOMPUTES
 
@@ -195,7 +199,7 @@ def question_of(
     return PlanQuestion(
         options=options,
         ask=partial(question_of, cluster_of=cluster_of, named=named),
-        find_ways=ways_out,
+        find_ways=_ways_out,
         model=model,
         spec_for=model.spec_for,
         plan=plan,

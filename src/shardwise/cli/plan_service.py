@@ -121,8 +121,9 @@ class PlanService:
         """Return the options that a query asks for."""
         options = asked_options(asked, base=self._options)
         self._check_cluster(options)
-        if options.model not in (self._options.model, *CATALOGUE):
-            raise InvalidPlan(f"{options.model[:100]}: is not a model of this page")
+        # A config is read, while python: would run a file.
+        if options.model not in (self._options.model, *CATALOGUE) and not options.model.startswith("hf:"):
+            raise InvalidPlan(f"{options.model[:100]}: is not a model of this page, nor hf:DIR")
         return options
 
     def _check_cluster(self, options: PlanOptions) -> None:

@@ -1,6 +1,7 @@
 """What the planner page may ask for: options of `shardwise plan`, as text, each checked.
 
-No option that names a file or that traces another model is among them.
+No option that names a file or that traces another model is among them, but for the folder of an hf: model: its
+config.json is read, and nothing is run.
 """
 
 import re
@@ -18,6 +19,10 @@ def _text(value: str) -> str:
     return value
 
 
+def _model(value: str) -> str:
+    return value if re.fullmatch(r"hf:[^\x00-\x1f]{1,1000}", value) else _text(value)
+
+
 def _whole(value: str) -> int:
     if not re.fullmatch(r"[1-9][0-9]{0,6}", value, re.ASCII):
         raise ValueError
@@ -31,12 +36,13 @@ def _money(value: str) -> float:
 
 
 _TEXTS = (
-    *("model", "cluster", "strategy", "precision", "recompute", "update", "mesh", "across", "reduce_dtype", "budget"),
+    *("cluster", "strategy", "precision", "recompute", "update", "mesh", "across", "reduce_dtype", "budget"),
     *("host_memory", "offload", "optimizer", "goal", "tokens", "capture", "overlap"),
 )
 SETTINGS: Mapping[str, Callable[[str], object]] = {
     **dict.fromkeys(_TEXTS, _text),
     **dict.fromkeys(("micro_batch", "seq", "global_batch", "accumulate"), _whole),
+    "model": _model,
     "price": _money,
     "accumulate_reduced": lambda value: value == "1",
 }

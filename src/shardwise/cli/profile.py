@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from shardwise.cli.plan_options import check_names
+from shardwise.cli.plan_options import check_names, strategies_for_engine
 from shardwise.cli.shared_options import (
     AsJson,
     DeviceKind,
@@ -20,11 +20,10 @@ from shardwise.cli.shared_options import (
     Units,
     device_kind,
 )
-from shardwise.cli.strategies import strategies_for_engine
 from shardwise.cli.terminal import check_output, print_line, status_line
 from shardwise.errors import InvalidModel, InvalidPlan
+from shardwise.plan.patterns import AUTO_UNITS
 from shardwise.plan.placement import STRATEGIES
-from shardwise.plan.policy import AUTO_UNITS
 
 if TYPE_CHECKING:
     from shardwise.profile.compare import Profile
@@ -144,7 +143,7 @@ def _room_bytes(device: str) -> int:
 def _show(found: "Sequence[Profile]", *, timeline: bool) -> None:
     from rich.console import Console
 
-    from shardwise.report.text.category_bars import legend
+    from shardwise.report.text.plain_table import legend
     from shardwise.report.text.profile_table import as_table, as_timeline, remark
 
     console = Console()

@@ -20,7 +20,8 @@ from shardwise.cli.shared_options import (
 )
 from shardwise.cli.terminal import status_line
 from shardwise.errors import InvalidPlan
-from shardwise.plan.policy import AUTO_UNITS
+from shardwise.plan.patterns import AUTO_UNITS
+from shardwise.vocabulary.collection import without_collection
 from shardwise.vocabulary.quantities import SIZE_EXAMPLE
 
 if TYPE_CHECKING:
@@ -60,8 +61,8 @@ def rent(
     check_names(optimizer=optimizer)
     from shardwise.hardware.device import device_of
     from shardwise.hardware.prices import prices
-    from shardwise.models.adaptation import adaptation_of
     from shardwise.models.reference import Model
+    from shardwise.models.specs.spec_request import adaptation_of
     from shardwise.plan import Plan
     from shardwise.planner.search.rent import LOOKS, Wish, recommended, rentals
     from shardwise.report.text.rented import rental_data
@@ -84,7 +85,8 @@ def rent(
     listed = prices(price or (), host_bytes=host_bytes)
     named_kinds = [name for name, one in listed.items() if not one.date]
     devices = {device_of(kind): one for kind, one in listed.items()}
-    with status_line(f"Planning {model} on {len(devices)} kinds of GPU …"):
+    # Looking for garbage would take a tenth of the time.
+    with status_line(f"Planning {model} on {len(devices)} kinds of GPU …"), without_collection():
         found = rentals(named.spec_for, devices=devices, wish=wish, looks=None if every else LOOKS, named=named_kinds)
     best = recommended(found, wish=wish)
     if as_json:

@@ -49,14 +49,17 @@ def _fitting(question: PlanQuestion) -> Candidate | None:
         return best_in_host_memory(question.spec_for, request=question)
     best = None
     for quick in (True, False):
-        best = best_of([one for one in fixed_candidates(question, quick=quick) if one.fits == "yes"])
+        found = [one for one in fixed_candidates(question, quick=quick) if one.fits == "yes"]
+        best = best_of([one for one in found if one.node_host_bytes <= _host_bytes(one.cluster)])
         if best is None:
             break
     return best
 
 
 def _numbers(found: Candidate) -> dict[str, object]:
-    host = f", {fixed_text(found.node_host_bytes, unit=GIB)} per node" if found.node_host_bytes else ""
+    host = "choices for each unit"
+    if found.node_host_bytes:
+        host = f"host memory, {fixed_text(found.node_host_bytes, unit=GIB)} per node"
     return {"strategy": found.plan.strategy, "ranks": found.cluster.num_ranks, "host": host} | {
         name: getattr(found.plan, name) for name in ("micro_batch", "accumulate", "precision")
     }
@@ -76,7 +79,7 @@ def _kinds(question: PlanQuestion) -> Iterator[tuple[str, Iterable[PlanOptions]]
         yield "{strategy}, and recompute activations", [sized]
     yield "{micro_batch} samples per pass, in {accumulate} passes", _smaller(asked, sized)
     yield "{ranks} devices", (replace(free, cluster=str(where)) for where in larger_clusters(question.cluster))
-    yield "host memory{host}", _in_host_memory(free, cluster=question.cluster)
+    yield "{host}", _in_host_memory(free, cluster=question.cluster)
     if asked.lora is None:
         yield "LoRA: adapters are trained, the model is frozen", [replace(free, lora=LORA_RANK)]
     if asked.quantize is None:
@@ -101,17 +104,24 @@ def _smaller(*tried: PlanOptions) -> Iterator[PlanOptions]:
 
 
 def _in_host_memory(options: PlanOptions, *, cluster: Cluster) -> Iterator[PlanOptions]:
-    """Yield plans that use no more host memory than the machine has, or else the one in the price list.
-
-    A kind of device without a listed machine has the smallest of the listed ones.
-    """
-    listed = prices()
-    own = listed.get(cluster.device.name)
-    per_device = own.host_bytes if own is not None else 0
-    per_device = per_device or min(price.host_bytes for price in listed.values() if price.host_bytes)
-    num_bytes = cluster.host_bytes if cluster.host_bytes is not None else per_device * cluster.devices_per_node
+    """Yield plans that use no more host memory than the machine has."""
+    num_bytes = _host_bytes(cluster)
     limited = replace(options, host_memory=f"{num_bytes >> 30}{GIB.name}")
     if num_bytes and not options.offload:
         yield replace(limited, offload="states")
         yield replace(limited, offload="states,activations")
         yield replace(limited, strategy=AUTO)
+
+
+def _host_bytes(cluster: Cluster) -> int:
+    """Return the host memory of a node, or else of the machine in the price list.
+
+    A kind of device without a listed machine has the smallest of the listed ones.
+    """
+    if cluster.host_bytes is not None:
+        return cluster.host_bytes
+    listed = prices()
+    own = listed.get(cluster.device.name)
+    per_device = own.host_bytes if own is not None else 0
+    per_device = per_device or min(price.host_bytes for price in listed.values() if price.host_bytes)
+    return per_device * cluster.devices_per_node

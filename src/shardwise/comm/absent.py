@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise.comm.collectives import DONE, Work, own_slice
 from shardwise.comm.groups import Group
 from shardwise.errors import InvalidPlan
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Mesh
 from shardwise.torch_internals import torch_private
 from shardwise.torch_internals.torch_private import HashStore, Store
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwise.comm.issued import IssueLog
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Mesh
 from shardwise.torch_internals import torch_private
 
 

@@ -125,7 +125,7 @@ def _place(start: Start, *, device: torch.device) -> Place:
 
 @contextmanager
 def _loopback(start: Start) -> Iterator[None]:
-    """If all ranks are on one machine, make Gloo and NCCL listen on loopback only, unless variables say otherwise."""
+    """Make Gloo and NCCL listen on loopback only if all ranks are on one machine and no variable says otherwise."""
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     ours = [name for name in names if start.num_nodes == 1 and name not in os.environ]
     os.environ.update(dict.fromkeys(ours, "lo"))

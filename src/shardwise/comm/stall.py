@@ -88,6 +88,8 @@ def find_missed(ranks: Sequence[Standing], *, quiet_seconds: float) -> Stall | N
                 alone = "; where ranks run different numbers of them, use `with shardwise.evaluating(model):`"
                 text = f"rank {waiting.rank} waits in {call}, which needs all ranks, and rank {other.rank} {why}: call "
                 text += "it on every rank" + (alone if call == NO_GRAD_FORWARD else "")
+                # The call may be the one after the loop, which a rank with fewer batches comes to first.
+                text += _UNEVEN if _trains_on(waiting, other) else ""
                 return Stall(rank=other.rank, text=text)
     return None
 
@@ -100,6 +102,11 @@ def _passed_by(waiting: Standing, other: Standing) -> str:
     if other.phase != EVALUATION and (other.step, other.count) > (waiting.step, waiting.count):
         return f"has gone on to {_operation(other)} ({other.phase} of step {other.step})"
     return _ended(other)
+
+
+def _trains_on(waiting: Standing, other: Standing) -> bool:
+    """Return whether `other` trains, while `waiting` is between two steps."""
+    return waiting.phase == BETWEEN_STEPS and other.phase in (FORWARD, BACKWARD)
 
 
 def _left_alone(waiting: Standing, other: Standing) -> str:
@@ -119,7 +126,7 @@ def _describe(stopped: Sequence[Standing], *, why: str, where: str, waiting: Seq
         f"{_ranks(stopped)} stopped ({why}): {where}; {_ranks(waiting)} waiting in {_operation(other)}, "
         f"step {other.step}, {other.phase}"
     )
-    if stopped[0].phase == BETWEEN_STEPS and other.phase in (FORWARD, BACKWARD):
+    if _trains_on(stopped[0], other):
         text += _UNEVEN
     return Stall(rank=stopped[0].rank, text=text)
 

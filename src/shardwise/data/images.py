@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from shardwise.errors import InvalidData, MissingExtra
-from shardwise.files.regular_file import open_to_read
+from shardwise.files.data_file import open_to_read
 
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm"}
 # 1.5 GiB as RGB.

@@ -7,6 +7,8 @@ digits          scikit-learn's handwritten digits
 images:DIR      a folder with one folder of images per class, or one that holds two such folders, train/ and val/
 hf:NAME         a Hugging Face dataset, or a folder that its `save_to_disk` wrote
 random          random samples, to measure speed and memory
+
+A path is looked up from the working directory; errors show where that was.
 """
 
 from collections.abc import Sized
@@ -49,11 +51,11 @@ def token_splits(reference: str, *, seq: int, vocab_size: int, tokenizer: Path |
     if kind == "stdlib":
         tokens, least_vocab = stdlib_tokens(), 256
     elif kind == "tokens":
-        file = open_tokens(argument)
+        file = open_tokens(Path(argument).absolute())
         tokens, least_vocab = file.tokens, file.vocab_size
     elif kind == "text":
         encoding = byte_encoding() if tokenizer is None else tokenizer_encoding(tokenizer)
-        pieces = [piece for piece, _ in encode_files([Path(argument)], encoding=encoding)]
+        pieces = [piece for piece, _ in encode_files([Path(argument).absolute()], encoding=encoding)]
         tokens = np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.uint32)
         least_vocab = int(tokens.max(initial=0)) + 1
     else:
@@ -86,7 +88,7 @@ def image_splits(reference: str, *, image_size: int, num_channels: int, num_clas
             )
         splits, found = Splits(training=Digits(), evaluation=Digits(evaluation=True)), Digits.num_classes
     elif kind == "images":
-        splits, found = _folder_splits(Path(argument), image_size=image_size, num_channels=num_channels)
+        splits, found = _folder_splits(Path(argument).absolute(), image_size=image_size, num_channels=num_channels)
     elif kind == "random":
         images = RandomImages(
             _NUM_RANDOM_SAMPLES, image_size=image_size, num_channels=num_channels, num_classes=num_classes

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from shardwise.data.tokens import TokenPiece
 from shardwise.errors import InvalidData, MissingExtra, UnknownName
-from shardwise.files.data_file import UnreadableFile, parse_json
-from shardwise.files.regular_file import open_to_read
+from shardwise.files.data_file import UnreadableFile, open_to_read, parse_json
 
 # Larger files are encoded in pieces, cut at line ends, so that memory stays bounded.
 _PIECE_CHARS = 2**20

@@ -7,8 +7,7 @@ from shardwise.engine.activations.compiled_units import check_compile
 from shardwise.engine.fp8.layer_classes import check_fp8
 from shardwise.errors import InvalidPlan
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import Placement
+from shardwise.plan.placement import Mesh, Placement
 from shardwise.spec import ModelSpec
 
 

@@ -1,7 +1,7 @@
-"""The engine of a prepared model: its core, and the parts that are attached to it."""
+"""The parts of a prepared model: its core, and what is attached to it."""
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,36 +10,34 @@ import torch
 from torch import nn
 
 from shardwise.engine.activations.wrap import wrap_units
+from shardwise.engine.carry import find_engine, require_engine
 from shardwise.engine.core.core import Core
-from shardwise.engine.core.step_events import announce
-from shardwise.engine.core.tape import Tape
+from shardwise.engine.core.step_events import Tape, announce
+from shardwise.engine.fp8.layer_classes import multiply_in_fp8
 from shardwise.engine.graphs.unit_graphs import UnitGraphs, unit_graphs_of
 from shardwise.engine.guards.guards import Guards
 from shardwise.engine.guards.inner_calls import InnerCalls
 from shardwise.engine.guards.loading import attach_loads
 from shardwise.engine.optimizer.owned import OwnedParameters
-from shardwise.engine.protocol import TrainingEngine, find_engine
 from shardwise.errors import InvalidModel
 
 
 @dataclass(kw_only=True, eq=False)
-class Engine(TrainingEngine):
-    """The parts of a prepared model. A new plan (plan_change/) replaces the core and the guards, not this object.
+class EngineParts:
+    """What the engine of a model is made of; functions for a prepared model (prepared/, plan_change/) take it.
 
-    The methods that training calls are those of OurEngine (our_engine.py), of which every object is.
+    A new plan replaces the core and the guards, not this object. Every one is an Engine, which has the methods.
 
-    limit_seconds    limit for the collective functions that a user may call on one rank by mistake
-    predicts_alone   out-of-memory errors include the engine's own predictions (out_of_memory/)
-    averages         averages of the parameters (prepared/average.py) that are in use
-    graphs           units as CUDA graphs (graphs/); None on a CPU, and where the plan says so
-    undo             restore the modules' original forward
+    predict    returns each strategy's peak without activations, for out-of-memory errors; None: they have none
+    averages   averages of the parameters (prepared/average.py) that are in use
+    graphs     units as CUDA graphs (graphs/); None on a CPU, and where the plan says so
+    undo       restore the modules' original forward
     """
 
     core: Core
     guards: Guards
     owned: OwnedParameters
-    limit_seconds: float = 60.0
-    predicts_alone: bool = True
+    predict: Callable[..., Mapping[str, int]] | None = None
     averages: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     graphs: UnitGraphs | None = None
     handles: list[Any] = field(default_factory=list)
@@ -58,7 +56,7 @@ class Engine(TrainingEngine):
         """Register the hooks on the model."""
         self.core.attach()
         inner = InnerCalls(self.core).attach()
-        self.handles = [*attach_loads(self.core), *self.guards.attach(), *inner]
+        self.handles = [*multiply_in_fp8(self.core), *attach_loads(self.core), *self.guards.attach(), *inner]
 
     def wrap(self) -> None:
         """Wrap the units' forwards as the plan says."""
@@ -71,7 +69,7 @@ class Engine(TrainingEngine):
 
     def detach(self) -> None:
         """Remove the hooks and restore the modules' original forward."""
-        self.core.detach()
+        self.core.hooks.detach()
         self.guards.detach()
         for handle in self.handles:
             handle.remove()
@@ -106,15 +104,15 @@ class Engine(TrainingEngine):
 
 def is_prepared(model: nn.Module) -> bool:
     """Return whether this engine runs a model."""
-    return isinstance(find_engine(model), Engine)
+    return isinstance(find_engine(model), EngineParts)
 
 
-def engine_of(model: nn.Module) -> Engine:
-    """Return the engine of a model that `prepare` has given to this engine."""
-    engine = find_engine(model)
-    if not isinstance(engine, Engine):
-        raise InvalidModel(f"this {type(model).__name__} has not been through shardwise.prepare")
-    return engine
+def engine_of(model: nn.Module) -> EngineParts:
+    """Return the parts of a model that runs on this engine."""
+    parts = require_engine(model)
+    if not isinstance(parts, EngineParts):
+        raise InvalidModel(f"this {type(model).__name__} runs on engine = 'torch': this takes engine = 'shardwise'")
+    return parts
 
 
 @contextmanager

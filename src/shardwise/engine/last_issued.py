@@ -2,16 +2,16 @@
 
 from shardwise.comm.rank_progress import BETWEEN_STEPS, PROGRESS
 from shardwise.comm.record_writer import RECORDS, LastIssued
-from shardwise.engine.engine import Engine
+from shardwise.engine.engine import EngineParts
 from shardwise.program import Kind
 
 
-def write_records_of(engine: Engine) -> None:
+def write_records_of(engine: EngineParts) -> None:
     """Include the collectives of this engine in the record that a failing job leaves."""
     RECORDS.describe(engine, groups=engine.core.setting.groups, last=last_issued)
 
 
-def last_issued(engine: Engine) -> LastIssued:
+def last_issued(engine: EngineParts) -> LastIssued:
     """Return the collectives issued and upcoming. Only reads: the main thread may be stuck anywhere."""
     core = engine.core
     groups = engine.core.setting.groups.by_name()

@@ -1,4 +1,4 @@
-"""The methods of our engine by the protocol: most of them are the functions that do the work."""
+"""Our engine: its methods, most of which are the functions that do the work (prepared/, plan_change/)."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.engine.engine import Engine
+from shardwise.engine.engine import EngineParts
 from shardwise.engine.plan_change import replan
 from shardwise.engine.prepared import (
     accumulate,
@@ -21,26 +21,31 @@ from shardwise.engine.prepared import (
 from shardwise.plan import Plan
 
 
-class OurEngine(Engine):
-    """The engine of a model that runs step programs."""
+class Engine(EngineParts):
+    """The engine of a model that runs step programs. torch's engine has the same methods (torch_engine/)."""
 
-    # State
-
-    def plan_of(self, model: nn.Module) -> Plan:
+    @property
+    def plan(self) -> Plan:
         return self.core.followed.plan
 
-    def bare(self, model: nn.Module) -> nn.Module:
-        return model
+    @property
+    def bare(self) -> nn.Module:
+        """The user's own module, without a wrapper."""
+        return self.core.model
+
+    # State
 
     held = slices.held
     slices_filled = slices.slices_filled
     group_names = slices.group_names
     held_tensors = inventory.held_tensors
 
-    def check_values(self, model: nn.Module, *, what: str) -> None:
+    def check_values(self, *, what: str) -> None:
+        """Raise if the model temporarily has other values than its trained ones (`ema.applied()`)."""
         self.core.setting.passes.check_values(what)
 
-    def listen_to_writes(self, model: nn.Module, optimizer: Optimizer | None, hear: Callable[..., None]) -> None:
+    def listen_to_writes(self, optimizer: Optimizer | None, hear: Callable[..., None]) -> None:
+        """Call `hear` from now on before the state is written. A second time, and under a new plan, it counts once."""
         events = self.core.setting.events
         for event in (events.update_begins, events.values_read):
             if hear not in event:
@@ -54,29 +59,37 @@ class OurEngine(Engine):
     mean_count = uneven.mean_count
     join = uneven.join
 
-    def concerns(self, model: nn.Module, optimizer: Optimizer) -> bool:
+    def concerns(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer holds parameters of the model."""
         return self.owned.adopted(optimizer) or self.owned.concerns(optimizer)
 
-    def adopt(self, model: nn.Module, optimizer: Optimizer) -> None:
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Make an optimizer that was created after `prepare` step what this rank owns. Collective."""
         self.owned.adopt_on_all_ranks(optimizer)
 
-    def allocate_states(self, model: nn.Module, optimizer: Optimizer) -> None:
+    def allocate_states(self, optimizer: Optimizer) -> None:
+        """Allocate the state that the first update of an adopted optimizer would allocate, where it is known."""
         self.owned.streamed.allocate_others(optimizer)
 
-    def showing_parameters(self, model: nn.Module, optimizer: Optimizer) -> AbstractContextManager[None]:
+    def showing_parameters(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Show the model's own parameters in an optimizer's param groups, which may be changed in the block."""
         return self.owned.showing_parameters(optimizer) if self.owned.adopted(optimizer) else nullcontext()
 
-    def announce_loss(self, model: nn.Module, loss: Tensor) -> None:
+    def announce_loss(self, loss: Tensor) -> None:
+        """Let the next backward begin at a loss that has parameters which the model's forward does not use."""
         self.core.announce_loss(loss)
 
-    def settle(self, model: nn.Module) -> None:
+    def settle(self) -> None:
+        """Wait for the collectives that a step has left in flight."""
         self.core.wait_gathers()
 
-    def replayed_calls(self, model: nn.Module) -> tuple[int, int]:
+    def replayed_calls(self) -> tuple[int, int]:
+        """Return how many calls of units there were so far, and how many of them were replays of graphs."""
         return (0, 0) if self.graphs is None else (self.graphs.num_calls, self.graphs.num_replayed)
 
-    def omit_memory_advice(self, model: nn.Module) -> None:
-        self.predicts_alone = False
+    def buckets(self) -> dict[str, tuple[str, ...]]:
+        """Return the units of each bucket by its name; the spec has the order that the first step has learned."""
+        return {bucket.name: bucket.units for bucket in self.core.cursor.program.buckets}
 
     # Weights
 
@@ -91,7 +104,3 @@ class OurEngine(Engine):
     clip_grad_norm_ = grad_norms.clip_grad_norm_
     clip_grad_value_ = grad_norms.clip_grad_value_
     grad_norms = grad_norms.grad_norms
-
-    def buckets(self, model: nn.Module) -> dict[str, tuple[str, ...]]:
-        """Return the buckets of the program; the spec has the order of units that the first step has learned."""
-        return {bucket.name: bucket.units for bucket in self.core.cursor.program.buckets}

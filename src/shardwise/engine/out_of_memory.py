@@ -6,7 +6,6 @@ its `__init__` adds the explanation. It costs nothing while no step fails, and a
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,20 +14,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.comm.rank_progress import PROGRESS, UPDATE
-from shardwise.engine.engine import Engine, engine_of, is_prepared
+from shardwise.engine.engine import EngineParts, engine_of, is_prepared
 from shardwise.engine.prepared.inventory import held_tensors
-from shardwise.plan import Plan
-from shardwise.plan.placement import STRATEGIES
 from shardwise.vocabulary.categories import ACTIVATIONS, CATEGORIES, HOST, OTHER
 from shardwise.vocabulary.quantities import bytes_text
 from shardwise.vocabulary.while_alive import WhileAlive, replaced
-
-# The planner's rules for torch's and train's optimizers: (fused, one tensor at a time, foreach).
-_RULES = {
-    "Adam": ("adam-fused", "adamw-loop", "adamw-foreach"),
-    "AdamW": ("adamw-fused", "adamw-loop", "adamw-foreach"),
-    "MuonWithAdamW": ("muon-fused", "muon-loop", "muon-foreach"),
-}
 
 
 def explain_out_of_memory(model: nn.Module) -> None:
@@ -53,14 +43,14 @@ def _made(init: Callable[..., None], error: torch.OutOfMemoryError, *arguments: 
 _MODELS: WhileAlive[nn.Module] = WhileAlive(replaced(torch.OutOfMemoryError, "__init__", _made))
 
 
-def _describe(engines: Sequence[Engine]) -> Iterator[str]:
+def _describe(engines: Sequence[EngineParts]) -> Iterator[str]:
     rank = dist.get_rank() if dist.is_initialized() else 0
     yield f"rank {rank} ran out of memory in {PROGRESS.standing(rank, idle_seconds=0.0)}"
     held = held_now(engines)
     shown = ", ".join(f"{category} {bytes_text(held[category])}" for category in CATEGORIES if category in held)
     yield f"  held then: {shown}{_of_device(engines[0].device)}"
     for engine in engines:
-        if engine.predicts_alone:
+        if engine.predict is not None:
             yield from _states(engine)
             yield (
                 "  what a whole step needs, and which plan fits: shardwise plan python:FILE.py:FUNCTION --cluster "
@@ -69,7 +59,7 @@ def _describe(engines: Sequence[Engine]) -> Iterator[str]:
             )
 
 
-def held_now(engines: Sequence[Engine]) -> dict[str, int]:
+def held_now(engines: Sequence[EngineParts]) -> dict[str, int]:
     """Return the bytes on the device by category.
 
     Allocated memory that the engines do not know is activations in forward and backward, and optimizer temporaries in
@@ -80,7 +70,7 @@ def held_now(engines: Sequence[Engine]) -> dict[str, int]:
     for engine in engines:
         optimizers: list[Optimizer | None] = [*engine.owned.group_names]
         for optimizer in optimizers or [None]:
-            for category, tensor in held_tensors(engine, engine.core.model, optimizer):
+            for category, tensor in held_tensors(engine, optimizer):
                 storage = tensor.untyped_storage()
                 if tensor.device == device and category != HOST and storage.nbytes():
                     seen.setdefault(storage.data_ptr(), (category, storage.nbytes()))
@@ -106,45 +96,18 @@ def _of_device(device: torch.device) -> str:
     )
 
 
-def states_bytes(engine: Engine, plan: Plan) -> int | None:
-    """Return the predicted peak without activations; None if the planner has no rule for the optimizer."""
-    rule = _rule(next(iter(engine.owned.group_names), None), device=engine.device)
-    if rule is None:
-        return None
-    # Imported only by a job that fails.
-    from shardwise.planner.memory.peak import estimate
-
-    found = estimate(
-        replace(engine.core.followed.spec, traces=()),
-        plan=plan,
+def _states(engine: EngineParts) -> Iterator[str]:
+    """Predict the peak of each strategy without activations."""
+    assert engine.predict is not None
+    followed, optimizer = engine.core.followed, next(iter(engine.owned.group_names), None)
+    needs = engine.predict(
+        followed.spec,
+        plan=followed.plan,
         num_ranks=dist.get_world_size(),
-        batch=1,
-        optimizer=rule,
+        optimizer=optimizer,
         device=engine.device.type,
-        quick=True,
     )
-    return found.allocated_bytes
-
-
-def _states(engine: Engine) -> Iterator[str]:
-    """Predict the peak of each strategy without activations: the model is not traced."""
-    plan, needs = engine.core.followed.plan, {}
-    for strategy in STRATEGIES:
-        num_bytes = states_bytes(engine, replace(plan.under(strategy), offload_states=False))
-        if num_bytes is None:
-            return
-        needs[strategy] = num_bytes
-    this = {plan.strategy: " (this plan)"}
-    shown = ", ".join(f"{name} {bytes_text(num_bytes)}{this.get(name, '')}" for name, num_bytes in needs.items())
-    yield f"  predicted peak without activations: {shown}"
-
-
-def _rule(optimizer: Optimizer | None, *, device: torch.device) -> str | None:
-    """Return the planner's name for an optimizer; None if it has no rule for it."""
-    if optimizer is None:
-        return None
-    name, options = type(optimizer).__name__, {**optimizer.defaults, **optimizer.param_groups[-1]}
-    if name in _RULES:
-        fused, one_by_one, at_once = _RULES[name]
-        return fused if options.get("fused") else one_by_one if device.type == "cpu" else at_once
-    return ("sgd" if options.get("momentum") else "sgd-plain") if name == "SGD" else None
+    if needs:
+        this = {followed.plan.strategy: " (this plan)"}
+        shown = ", ".join(f"{name} {bytes_text(num_bytes)}{this.get(name, '')}" for name, num_bytes in needs.items())
+        yield f"  predicted peak without activations: {shown}"

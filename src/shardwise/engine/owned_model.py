@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.engine.core.parameters import unguarded
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnedSlice:
@@ -29,6 +31,11 @@ class OwnedSlice:
     @property
     def is_whole(self) -> bool:
         return self.start == 0 and self.stop == prod(self.shape)
+
+    def empty_state(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return uninitialised memory for a state of this slice."""
+        with unguarded():
+            return torch.empty_like(self.parameter, dtype=dtype, requires_grad=False)
 
     def by_blocks(self) -> "OwnedSlice":
         """Return the same slice of a tensor that has one value per block."""

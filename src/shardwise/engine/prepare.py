@@ -1,7 +1,7 @@
 """`prepare_on_ours`: makes an ordinary model and optimizer run a plan. They stay the same objects."""
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -17,11 +17,12 @@ from shardwise.comm.groups import mesh_groups
 from shardwise.comm.join import join_job
 from shardwise.comm.watch import check_watch_seconds, watch_over
 from shardwise.engine.activations.tiled import check_tiles
+from shardwise.engine.carry import carry_engine
 from shardwise.engine.checked_plan import check_plan
 from shardwise.engine.core.assembly import make_core
 from shardwise.engine.core.core_setting import CoreSetting
 from shardwise.engine.core.precision import check_kept, torch_dtype, warn_upcast
-from shardwise.engine.engine import is_prepared
+from shardwise.engine.fp8.fp8_bytes import Fp8Bytes
 from shardwise.engine.guards.carried import broadcast_carried, follow_carried
 from shardwise.engine.guards.description import (
     advise_on_segments,
@@ -32,12 +33,12 @@ from shardwise.engine.guards.description import (
     warn_hardly_cut,
 )
 from shardwise.engine.guards.first_inputs import FirstInputs
+from shardwise.engine.guards.guard import guard_units
 from shardwise.engine.guards.guards import Guards
 from shardwise.engine.guards.other_views import check_views
 from shardwise.engine.guards.refuse import check_model
 from shardwise.engine.guards.replicas import check_compare_every
-from shardwise.engine.guards.resting_units import guard_units
-from shardwise.engine.guards.same_options import OptimizerOptions
+from shardwise.engine.guards.same_order import OptimizerOptions
 from shardwise.engine.guards.taken_apart import take_apart
 from shardwise.engine.last_issued import write_records_of
 from shardwise.engine.offload.host_room import check_host_room
@@ -57,16 +58,14 @@ from shardwise.engine.optimizer.known import (
 from shardwise.engine.optimizer.owned import OwnedParameters
 from shardwise.engine.optimizer.reach import Verdict
 from shardwise.engine.optimizer.streamed_update import check_streamed
-from shardwise.engine.our_engine import OurEngine
+from shardwise.engine.our_engine import Engine
 from shardwise.engine.out_of_memory import explain_out_of_memory
 from shardwise.engine.prepared.prepared_module import become_prepared
-from shardwise.engine.protocol import carry_engine
 from shardwise.engine.workspaces import take_workspaces
-from shardwise.errors import InvalidModel, InvalidPlan
+from shardwise.errors import InvalidPlan
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
 from shardwise.plan.patterns import unmatched
-from shardwise.plan.placement import Placement
+from shardwise.plan.placement import Mesh, Placement
 from shardwise.program.buffers import param_dtypes
 from shardwise.spec import ModelSpec
 from shardwise.units import CutModel, cut_model
@@ -86,15 +85,14 @@ def prepare_on_ours(
     watch_seconds: float,
     compare_every: int,
     weights: Mapping[str, Tensor] | None,
+    predict: Callable[..., Mapping[str, int]],
 ) -> tuple[nn.Module, AnyOptimizer]:
     """Make `model` and `optimizer` run `plan` on our engine; return the same two objects. Collective.
 
-    shardwise.prepare documents the arguments. A model on the meta device is filled straight into shards. An optimizer
-    that cannot step slices (optimizer/reach.py tests it on small tensors) steps each parameter unsharded, on the rank
-    that owns it.
+    shardwise.prepare documents the arguments; `predict` is for out-of-memory errors. A model on the meta device is
+    filled straight into shards. An optimizer that cannot step slices (optimizer/reach.py tests it on small tensors)
+    steps each parameter unsharded, on the rank that owns it.
     """
-    if is_prepared(model):
-        raise InvalidModel(f"this {type(model).__name__} has been through shardwise.prepare already")
     optimizers = _listed(optimizer)
     chosen = join_job(asked_device(model, device=device))
     mesh = plan.mesh or Mesh(shard=dist.get_world_size())
@@ -130,6 +128,7 @@ def prepare_on_ours(
         collectives=collectives or _collectives(plan),
         device=chosen,
         host=host_copies(plan, device=chosen),
+        narrow=Fp8Bytes,
         alignment=slice_alignment(verdicts),
     )
     owned = _owned_names(verdicts)
@@ -149,6 +148,7 @@ def prepare_on_ours(
     )
     for one in optimizers:
         engine.owned.adopt(one, owned=owned)
+    engine.predict = predict
     together(engine.attach)
     together(engine.wrap)
     carry_engine(model, engine)
@@ -169,7 +169,7 @@ def _warn_owned(model: nn.Module, optimizers: Sequence[Optimizer], *, owned: Col
             warn_owned(optimizer, num_owned=num_owned, num_held=len(held))
 
 
-def _watch(engine: OurEngine, *, limit_seconds: float) -> None:
+def _watch(engine: Engine, *, limit_seconds: float) -> None:
     """Have the watchdog end the job when a collective does not end."""
     if limit_seconds:
         # An error that names the way out comes before the watchdog ends the job.
@@ -182,7 +182,7 @@ def _watch(engine: OurEngine, *, limit_seconds: float) -> None:
     )
 
 
-def _history(held: "weakref.ref[OurEngine]") -> dict[int, dict[str, list[str]]]:
+def _history(held: "weakref.ref[Engine]") -> dict[int, dict[str, list[str]]]:
     engine = held()
     return {} if engine is None else engine.guards.same_order.history()
 
@@ -199,7 +199,7 @@ def _engine(
     any_optimizer: bool,
     compare_every: int,
     weights: Mapping[str, Tensor] | None,
-) -> OurEngine:
+) -> Engine:
     """Give the model its buffers and its core, and attach the other parts to the core."""
     broadcast_carried(model, device=setting.device, group=setting.groups.world.handle)
     guard_units(setting.events)
@@ -212,7 +212,7 @@ def _engine(
         unit.settle()
     for flat, index, parameter in places:
         owned.cover(flat, index, parameter)
-    return OurEngine(core=core, guards=guards, owned=owned)
+    return Engine(core=core, guards=guards, owned=owned)
 
 
 def _check(model: nn.Module, spec: ModelSpec, *, plan: Plan, mesh: Mesh, device: torch.device) -> dict[str, Placement]:

@@ -57,7 +57,7 @@ class ObjectPath:
 
     @property
     def has_parts(self) -> bool:
-        """Whether an upload is made of parts that go side by side, and that stay if nobody completes it."""
+        """Return whether an upload is made of parts that go side by side, and that stay if nobody completes it."""
         return self.protocol == "s3"
 
     def sizes(self) -> dict[str, int]:

@@ -13,10 +13,8 @@ of the table, or of a user's file, may have its own.
 from dataclasses import replace
 from functools import lru_cache
 
-from shardwise.hardware.calibration import Calibration, shipped_calibration
+from shardwise.hardware.calibration import Calibration, engine_factor, launches_of, reference_host, shipped_calibration
 from shardwise.hardware.device import Device, device_of
-from shardwise.hardware.host_speed import engine_factor, reference_host
-from shardwise.hardware.issue_times import launches_of
 from shardwise.hardware.kernel_model import Kernel, KernelModel
 
 USUAL = "h200"
@@ -109,9 +107,9 @@ class BorrowedKernelModel(KernelModel):
 def _as_calibrated(kernel: Kernel) -> Kernel:
     """Return the kernel over the same elements in 16 bits, if only that is calibrated."""
     if kernel.name.startswith("convolution") and kernel.dtype != "bf16":
-        return replace(kernel, dtype="bf16", num_bytes=kernel.num_bytes / (2 if kernel.dtype == "fp32" else 1))
+        return kernel._replace(dtype="bf16", num_bytes=kernel.num_bytes / (2 if kernel.dtype == "fp32" else 1))
     if kernel.name.startswith("batch_norm"):
-        return replace(kernel, num_bytes=kernel.sizes[0])
+        return kernel._replace(num_bytes=kernel.sizes[0])
     return kernel
 
 

@@ -3,18 +3,46 @@
     cluster = [nodes "x"] devices "x" kind ["@" fabric]        16x8xh100-80gb@ib-8x400
     fabric  = network "-" [links "x"] gigabits_per_s           ib-8x400: 8 × 400 Gb/s per node
 
-or the path of a TOML file (cluster_file.py), which can also describe your own device or links.
+or the path of a TOML file, which can also describe your own devices and links:
+
+num_nodes = 2                  # default: 1
+devices_per_node = 4
+device = "h100-80gb"           # or a table, see below
+fabric = "ib-4x200"            # or a table; default: the device's usual one
+host_bytes = 256_000_000_000   # of each machine's memory, that a plan may use; default: unknown
+software = "2023"              # a preset, or { attention = "flash-2", … } (software.toml); default: current
+matmul_precision = "high"      # the argument of torch.set_float32_matmul_precision; default: highest
+
+[device]                       # every number with its source and kind, as in devices.toml
+name = "our-h100"
+like = "h100-80gb"             # the source of all values that are not given here
+capacity_bytes = { value = 85_000_000_000, source = "nvidia-smi on node 3", kind = "measured" }
+
+[fabric]                       # all links of a node together; [link], between the devices of a node, likewise
+bytes_per_s = { value = 90e9, source = "ib_write_bw", kind = "measured" }
 """
 
 import re
-from dataclasses import dataclass
-from typing import NoReturn
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
 
-from shardwise.errors import InvalidCluster
-from shardwise.files.keys import check_keys, key
-from shardwise.hardware.device import Device, device_of
-from shardwise.hardware.link import Fabric, Link, link_of, port_of
-from shardwise.hardware.sourced import Sourced
+from shardwise.errors import InvalidCluster, ShardwiseError
+from shardwise.files.data_file import read_toml
+from shardwise.files.form import Form, anything, check_names, inside, record_of, refusing
+from shardwise.files.keys import check_keys, forms_of, key
+from shardwise.hardware.device import (
+    Device,
+    Fabric,
+    Link,
+    device_of,
+    link_of,
+    port_of,
+    read_device,
+    read_link,
+    software_of,
+)
+from shardwise.hardware.sourced import NAME, Sourced
 from shardwise.vocabulary.printable import printable
 
 _EXAMPLE = "8xh100-80gb or 16x8xh100-80gb@ib-8x400"
@@ -87,6 +115,19 @@ def make_cluster(
         assumes_fabric=is_assumed,
         host_bytes=host_bytes,
     )
+
+
+def capacity_bytes(cluster: Cluster) -> int | None:
+    return cluster.device.capacity_bytes.value if cluster.device.capacity_bytes is not None else None
+
+
+def with_budget(cluster: Cluster, *, budget_bytes: int | None) -> Cluster:
+    """Return the cluster with its devices limited to the budget."""
+    capacity = capacity_bytes(cluster)
+    if budget_bytes is None or (capacity is not None and capacity <= budget_bytes):
+        return cluster
+    budget = Sourced(value=budget_bytes, kind="datasheet", source="the budget that was asked for")
+    return replace(cluster, device=replace(cluster.device, capacity_bytes=budget))
 
 
 def plain_fabric(gigabits_per_s: float) -> Fabric:
@@ -170,3 +211,54 @@ class _Parser:
     def _fail(self, message: str) -> NoReturn:
         """Raise an error that shows the string with a mark under the current character."""
         raise InvalidCluster(f"{message}\n  {printable(self.text)}\n  {' ' * self.position}^")
+
+
+_RUNS_WITH = ("software", "matmul_precision")
+
+
+def cluster_of(text: str) -> Cluster:
+    """Return the cluster that `text` describes, by its name (cluster.py) or as the path of a file."""
+    return read_cluster_file(text) if text.endswith(".toml") else parse_cluster(text)
+
+
+def read_cluster_file(path: str | Path) -> Cluster:
+    """Read a cluster from a file; a mistake is one line that names the file and the key."""
+    try:
+        return _cluster(read_toml(path))
+    except ShardwiseError as error:
+        raise InvalidCluster(f"{path}: {error}") from error
+
+
+def _cluster(data: dict[str, Any]) -> Cluster:
+    with refusing(InvalidCluster):
+        check_names(data, "cluster", known=_FORMS)
+        given = record_of(_FORMS, needs={"devices_per_node": "", "device": ""})(data, "")
+    runs_with = {key: given.pop(key) for key in _RUNS_WITH if key in given}
+    if "software" in runs_with:
+        runs_with["software"] = software_of(runs_with["software"])
+    device = replace(given.pop("device"), **runs_with)
+    return make_cluster(device, **{"num_nodes": 1, "fabric": None, **given})
+
+
+def _device(value: Any, path: str) -> Device:
+    if isinstance(value, str):
+        return device_of(value)
+    own = {key: NAME(value[key], inside(path, key)) for key in ("name", "like") if key in value}
+    base = device_of(own["like"]) if "like" in own else None
+    values = {key: item for key, item in value.items() if key not in own}
+    return read_device(own.get("name") or own.get("like") or "custom", values, key=path, like=base)
+
+
+def _fabric(value: Any, path: str) -> Fabric:
+    return fabric_of(value) if isinstance(value, str) else Fabric(link=read_link("custom", value, key=path))
+
+
+_FORMS = {
+    **forms_of(Cluster),
+    "device": Form(words="a name or a table", fits=lambda value: isinstance(value, str | dict), read=_device),
+    "link": anything.then(
+        lambda value, path: link_of(value) if isinstance(value, str) else read_link("custom", value, key=path)
+    ),
+    "fabric": anything.then(_fabric),
+    **dict.fromkeys(_RUNS_WITH, anything),
+}

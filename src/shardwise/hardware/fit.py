@@ -8,10 +8,9 @@ from statistics import harmonic_mean, median
 from typing import Any
 
 from shardwise.errors import InvalidData
-from shardwise.hardware.calibration import Calibration, Points
+from shardwise.hardware.calibration import IN_A_STEP, Calibration, Points, Rows, launches_of
 from shardwise.hardware.device import Device
 from shardwise.hardware.host_memory_speed import HostMemorySpeed
-from shardwise.hardware.issue_times import IN_A_STEP, Rows, launches_of
 from shardwise.hardware.kernel_model import BY_COLUMNS, Kernel, KernelModel, attention, product
 from shardwise.hardware.probe import Probe, probe_of
 from shardwise.hardware.sourced import Sourced

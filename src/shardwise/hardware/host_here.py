@@ -17,8 +17,8 @@ from pathlib import Path
 from shardwise.errors import InvalidCluster, ShardwiseError
 from shardwise.files.cache_folder import cached_text, keep_text
 from shardwise.files.data_file import parse_json
+from shardwise.hardware.calibration import HostSpeed, read_host_speed
 from shardwise.hardware.cluster import Cluster
-from shardwise.hardware.host_speed import HostSpeed, read_host_speed
 
 _KIND = "hosts"
 _VALID_SECONDS = 24 * 3600.0

@@ -7,8 +7,8 @@ their constants are fitted to benchmarks/results/calibrate_h200.json). Peaks com
 corrections come from the device's calibration or, if it has none, from an H200's (borrowed.py).
 """
 
-from dataclasses import dataclass, replace
 from math import ceil, exp, log, log2
+from typing import NamedTuple
 
 from shardwise.hardware.calibration import Calibration, Points
 from shardwise.hardware.device import Device
@@ -51,9 +51,8 @@ _LONGEST = 8192.0
 _MOST_ROWS = 2.0**18
 
 
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """A kernel at one size: the name of its probe, its dtype and role.
+class Kernel(NamedTuple):
+    """A kernel at one size: the name of its probe, its dtype and role. A tuple, because they are keys.
 
     sizes   its coordinates among calibrated points; of a matrix product (count, m, n, k)
     """
@@ -141,7 +140,7 @@ class KernelModel:
         """Return the kernel in TF32 if torch multiplies fp32 values that way."""
         is_allowed = self.device.matmul_precision != "highest" and self.device.tf32_flops_per_s is not None
         if is_allowed and kernel.dtype == "fp32" and (kernel.name == "matmul" or kernel.name.startswith("attention")):
-            return replace(kernel, dtype="tf32")
+            return kernel._replace(dtype="tf32")
         return kernel
 
     def _busy(self, kernel: Kernel) -> float:

@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from shardwise.hardware.host_speed import HostSpeed
+from shardwise.hardware.calibration import HostSpeed
 from shardwise.hardware.measure_host import chain_seconds, layer_chains
 from shardwise.hardware.measure_host_memory import measured_host_memory
 

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_NAME, Trainer
 
 from shardwise.engine.guards.refuse import refuse_loaded_sharded
-from shardwise.engine.protocol import find_engine
-from shardwise.engines import whole
+from shardwise.engines import find_engine, whole
 from shardwise.errors import InvalidModel
 from shardwise.integrations.hf_accelerator import ShardwiseAccelerator
 from shardwise.integrations.loss_parameters import hold_loss_parameters, without_loss_parameters

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise.engine.protocol import require_engine
+from shardwise.engines import require_engine
 
 _NAME = "loss_parameters"
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -43,7 +43,7 @@ def hold_loss_parameters(model: nn.Module, losses: Any) -> None:
 def announce_loss(model: nn.Module, loss: Tensor) -> None:
     """Before its backward: let it begin at the loss, if the model holds parameters of the loss."""
     if _NAME in _holder(model)._modules:
-        require_engine(model).announce_loss(model, loss)
+        require_engine(model).announce_loss(loss)
 
 
 def without_loss_parameters(model: nn.Module) -> list[Tensor]:

@@ -10,8 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardwise.engine.protocol import find_engine, require_engine
-from shardwise.engines import prepare
+from shardwise.engines import find_engine, prepare, require_engine
 from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.plan import Plan
 
@@ -54,7 +53,7 @@ class PreparedModels:
 
     def stepped_by(self, optimizer: Optimizer, *, model: nn.Module) -> list[nn.Parameter]:
         """Return the parameters of the model that an optimizer steps, on any rank."""
-        names = {name for group in require_engine(model).group_names(model, optimizer) for name in group}
+        names = {name for group in require_engine(model).group_names(optimizer) for name in group}
         return [parameter for name, parameter in model.named_parameters() if name in names]
 
     def adopt(self, optimizer: Optimizer) -> None:
@@ -64,7 +63,7 @@ class PreparedModels:
         """
         models = self._stepped_models(optimizer)
         for model in models:
-            require_engine(model).adopt(model, optimizer)
+            require_engine(model).adopt(optimizer)
         if not models:
             optimizer.register_step_pre_hook(lambda one, *_: self.check(one))
 
@@ -79,7 +78,7 @@ class PreparedModels:
                 "apart: prepare the model, too"
             )
         # Raises what shardwise.prepare raises.
-        require_engine(model).adopt(model, optimizer)
+        require_engine(model).adopt(optimizer)
 
     @contextmanager
     def refusing_steps(self, *, way_out: str) -> Iterator[None]:
@@ -93,12 +92,12 @@ class PreparedModels:
             yield
 
     def _stepped_models(self, optimizer: Optimizer) -> list[nn.Module]:
-        return [model for model in self if require_engine(model).concerns(model, optimizer)]
+        return [model for model in self if require_engine(model).concerns(optimizer)]
 
     @contextmanager
     def showing_parameters(self, optimizer: Optimizer) -> Iterator[None]:
         """Show the models' own parameters in the optimizer's param groups, which may be changed in the block."""
         with ExitStack() as stack:
             for model in self:
-                stack.enter_context(require_engine(model).showing_parameters(model, optimizer))
+                stack.enter_context(require_engine(model).showing_parameters(optimizer))
             yield

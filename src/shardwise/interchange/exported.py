@@ -13,12 +13,11 @@ _OURS_ALONE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobShape:
-    """The number of machines and of ranks per machine, and the container image if the target runs one."""
+    """The number of machines and of ranks per machine."""
 
     num_nodes: int = 1
     ranks_per_node: int
     has_gpus: bool = True
-    image: str = ""
 
     @property
     def num_ranks(self) -> int:

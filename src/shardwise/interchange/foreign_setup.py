@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from shardwise.interchange.setting_values import Settings
 from shardwise.plan import Plan
-from shardwise.plan.policy import AUTO_UNITS
+from shardwise.plan.patterns import AUTO_UNITS
 
 ZERO_STAGES = {0: "ddp", 1: "zero1", 2: "zero2", 3: "fsdp"}
 """DeepSpeed's stage → strategy."""

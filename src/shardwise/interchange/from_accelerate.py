@@ -6,7 +6,7 @@ from typing import Any
 from shardwise.interchange.foreign_setup import FSDP_STRATEGIES, ZERO_STAGES, ForeignSetup, units_of
 from shardwise.interchange.setting_values import Settings
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Mesh
 
 _PRECISIONS = {"NO": "fp32", "FALSE": "fp32", "FP16": "fp16", "BF16": "bf16", "FP8": "fp32"}
 # Version 2 has a switch, version 1 names, and older files have numbers.

@@ -6,8 +6,7 @@ from typing import Any
 from shardwise.interchange.foreign_setup import ZERO_STAGES, ForeignSetup
 from shardwise.interchange.setting_values import Settings
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import ACROSS
+from shardwise.plan.placement import ACROSS, Mesh
 
 _REDUCES_IN = {"FP16": "fp16", "BFP16": "bf16", "BF16": "bf16", "FP32": "fp32"}
 _OFFLOADS = {"NONE": False, "CPU": True, "NVME": True}

@@ -6,7 +6,7 @@ from typing import Any
 from shardwise.interchange.foreign_setup import ForeignSetup
 from shardwise.interchange.setting_values import Settings
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Mesh
 
 _DTYPES = {"FLOAT32": "fp32", "BFLOAT16": "bf16", "FLOAT16": "fp16"}
 _RESHARDS = {"DEFAULT": "fsdp", "ALWAYS": "fsdp", "NEVER": "shard_grad_op"}

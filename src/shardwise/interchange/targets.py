@@ -8,24 +8,20 @@ from shardwise.files.atomic import atomic_write
 from shardwise.interchange.exported import Exported, JobShape
 from shardwise.interchange.to_accelerate import to_accelerate
 from shardwise.interchange.to_deepspeed import to_deepspeed
-from shardwise.interchange.to_kubernetes import to_kubernetes
 from shardwise.interchange.to_launchers import to_slurm, to_torchrun
-from shardwise.interchange.to_lightning import to_lightning
 from shardwise.interchange.to_torchtitan import to_torchtitan
 from shardwise.plan import Plan
 
 TARGETS: Mapping[str, Callable[[Plan, JobShape], Exported]] = {
     "accelerate": to_accelerate,
     "deepspeed": to_deepspeed,
-    "lightning": to_lightning,
     "torchtitan": to_torchtitan,
     "torchrun": to_torchrun,
     "slurm": to_slurm,
-    "kubernetes": to_kubernetes,
 }
 
 # Targets that train by an engine of their own; the others start Shardwise's.
-_OTHER_ENGINES = ("accelerate", "deepspeed", "lightning", "torchtitan")
+_OTHER_ENGINES = ("accelerate", "deepspeed", "torchtitan")
 
 
 def export(plan: Plan, shape: JobShape, *, target: str) -> Exported:

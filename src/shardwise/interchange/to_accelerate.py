@@ -6,8 +6,8 @@ import yaml
 
 from shardwise.interchange.exported import Exported, JobShape, file_header, host_notes, not_expressed
 from shardwise.plan import Plan
+from shardwise.plan.patterns import Cut, UnitPolicy
 from shardwise.plan.placement import placement_of
-from shardwise.plan.policy import Cut, UnitPolicy
 
 _MIXED = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "native": "no"}
 _STAGES = {"zero1": 1, "zero2": 2}

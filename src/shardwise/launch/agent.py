@@ -22,7 +22,7 @@ from typing import Any
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-from shardwise.autopsy.own_record import clear_records, path_of
+from shardwise.autopsy.own_record import clear_records, clear_restarts, note_restart, path_of
 from shardwise.launch.failure import LAST_WORDS_SECONDS, Failure, announced, ended, first, reported
 from shardwise.launch.one_machine import OneMachine
 from shardwise.launch.rank_files import RankEnvironments, RankFiles, num_threads
@@ -106,6 +106,8 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._num_starts += 1
         clear_records(self._files.records)
+        if not self.restarts:
+            clear_restarts(self._files.records)
         if self._warm is None:
             threads = num_threads(worker_group.spec.local_world_size)
             self._warm = WarmStart(self._imports, num_threads=threads)
@@ -161,7 +163,11 @@ class Agent(LocalElasticAgent):
             return result
         if not restarts:
             raise JobFailed(failure)
-        lines = filter(None, (f"{failure}; restart {self.restarts + 1} of {max_restarts}", failure.notes))
+        again = f"{failure}; restart {self.restarts + 1} of {max_restarts}"
+        with suppress(OSError):
+            # A full disk may be what ended the rank.
+            note_restart(self._files.records, rank=failure.rank, text=again)
+        lines = filter(None, (again, failure.notes))
         print(printable_lines("\n".join(lines)), file=sys.stderr)
         return RunResult(state=WorkerState.FAILED)
 

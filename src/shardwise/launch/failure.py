@@ -22,8 +22,7 @@ from typing import Any
 from shardwise.comm.rank_progress import PROGRESS
 from shardwise.errors import ShardwiseError
 from shardwise.files.atomic import atomic_write
-from shardwise.files.data_file import UnreadableFile, read_json
-from shardwise.files.regular_file import open_to_append
+from shardwise.files.data_file import UnreadableFile, open_to_append, read_json
 from shardwise.vocabulary.process_output import own_lines
 
 # A rank that has failed exits within this time, whatever its threads and destructors wait for.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TextIO
 
 from shardwise.errors import ShardwiseError
-from shardwise.files.regular_file import open_to_append
+from shardwise.files.data_file import open_to_append
 
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
 from shardwise.comm.job_environment import AUTOPSY, SNAPSHOTS, STORE
-from shardwise.files.regular_file import open_to_append
+from shardwise.files.data_file import open_to_append
 from shardwise.launch.failure import LOG
 from shardwise.launch.rank_process import LAUNCHER
 

@@ -16,19 +16,24 @@ import sys
 
 from shardwise.comm.job_environment import start_of
 from shardwise.errors import ShardwiseError
+from shardwise.files.data_file import read_content
 from shardwise.launch.failure import announce_exit, report, stalls_reported, write_to_log
 from shardwise.launch.stop_signals import STOP_SIGNALS
 
 # The variable that holds the launcher's process id.
 LAUNCHER = "SHARDWISE_LAUNCHER"
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+# Fields of /proc/PID/stat, counted from 1: where the command line begins and ends in memory.
+_ARGUMENTS = (48, 49)
+_MOST_STAT_BYTES = 4096
 
 
 def main() -> None:
     """Run the program that the arguments name, as one rank."""
     end_with(int(os.environ[LAUNCHER]))
-    rank = start_of(os.environ).rank
-    _show_name(f"shardwise {rank}")
+    start = start_of(os.environ)
+    rank = start.rank
+    _show_as(f"shardwise rank {rank} of {start.num_ranks}: {' '.join(sys.argv[1:])}", name=f"shardwise {rank}")
     if rank != 0:
         write_to_log(1, 2)
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -79,9 +84,19 @@ def end_with(launcher: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _show_name(name: str) -> None:
-    """Name the process for ps and top: a rank that was forked has the command line of what it was forked from."""
+def _show_as(title: str, *, name: str) -> None:
+    """Show this in ps instead of the command line, which of a forked rank is that of what it was forked from.
+
+    The kernel reads a command line from where it lay at the start, as much as there is room for. `name`: for top.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
+    # Those after the name, which is in brackets, from the third on.
+    fields = read_content("/proc/self/stat", most_bytes=_MOST_STAT_BYTES).rpartition(b")")[2].split()
+    first, last = (int(fields[number - 3]) for number in _ARGUMENTS)
+    if first < last:
+        # A kernel that hides the addresses says 0.
+        room = last - first - 1
+        ctypes.memmove(first, title.encode(errors="replace")[:room].ljust(room + 1, b"\0"), room + 1)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.checkpoint.padded_rows import PaddedRows
 from shardwise.models.shapes import GPTShape, ViTShape
 
 
@@ -31,7 +32,7 @@ class Embedding(nn.Embedding):
         normal(self.weight, std=self.std)
 
 
-class TokenEmbedding(Embedding):
+class TokenEmbedding(Embedding, PaddedRows):
     """The embedding of a vocabulary, padded to `num_rows` rows. The padding is 0 and never read.
 
     The initial weights are the same as without padding.
@@ -45,7 +46,7 @@ class TokenEmbedding(Embedding):
         _reset_rows(self.weight, vocab_size=self.vocab_size, std=self.std)
 
 
-class TokenHead(Linear):
+class TokenHead(Linear, PaddedRows):
     """The logits of a vocabulary, padded to `num_rows` columns.
 
     A padding logit is the lowest finite number, so its probability is exactly 0 in every dtype. The gradient of the
@@ -78,15 +79,6 @@ def _reset_rows(weight: Tensor, *, vocab_size: int, std: float) -> None:
     with torch.no_grad():
         normal(weight[:vocab_size], std=std)
         weight[vocab_size:].zero_()
-
-
-def vocabularies(model: nn.Module) -> dict[str, int]:
-    """Return the parameters that have one row per token → the size of their vocabulary; further rows are padding."""
-    return {
-        f"{path}.weight": module.vocab_size
-        for path, module in model.named_modules()
-        if isinstance(module, TokenEmbedding | TokenHead)
-    }
 
 
 class SelfAttention(nn.Module):

@@ -15,18 +15,16 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from shardwise.errors import InvalidModel, InvalidPlan
-from shardwise.models.adaptation import Adaptation
 from shardwise.models.catalogue import kind_of, shape_of
 from shardwise.models.shapes import GPTShape, LlamaShape, TokenShape
 from shardwise.models.specs.architecture import architecture_for
-from shardwise.models.specs.shipped import is_shipped
-from shardwise.models.specs.spec_request import SpecRequest, Way
-from shardwise.models.specs.spec_store import SpecStore
+from shardwise.models.specs.spec_request import Adaptation, SpecRequest, Way
+from shardwise.models.specs.spec_store import SpecStore, is_shipped
 from shardwise.plan import Plan
-from shardwise.plan.policy import AUTO_UNITS
+from shardwise.plan.patterns import AUTO_UNITS
 from shardwise.planner.memory.peak import computes_in
 from shardwise.planner.ways import fp8_traces, traced_ways
-from shardwise.program.fp8_layers import fp8_weight_names
+from shardwise.program.buffers import fp8_weight_names
 from shardwise.spec import ModelSpec
 from shardwise.spec.losses import LEAN, USUAL, with_loss
 from shardwise.vocabulary.heads import HEADS
@@ -172,17 +170,17 @@ class Model:
 
     @property
     def has_default_length(self) -> bool:
-        """Whether the length of a sample is that of the config, capped, because none was given."""
+        """Return whether the length of a sample is that of the config, capped, because none was given."""
         return self.seq is None and self.kind == "hf"
 
     @property
     def has_other_loss(self) -> bool:
-        """Whether another loss is asked for than the one that the model is traced with."""
+        """Return whether another loss is asked for than the one that the model is traced with."""
         return self.loss != LEAN and (self.loss != USUAL or self.has_lean_loss)
 
     @property
     def has_lean_loss(self) -> bool:
-        """Whether the model is traced with the lean loss."""
+        """Return whether the model is traced with the lean loss."""
         return self.kind == "" and isinstance(shape_of(self.reference), GPTShape | LlamaShape)
 
     @property

@@ -2,46 +2,47 @@
 
 Step 1 of 5: vocabulary → spec → step program → planner and engine → proof by measurement.
 Code asks a placement (`if placement.params.is_sharded`), never the strategy's name.
+
+The ranks as a grid with two axes, `replicate` × `shard`.
+
+State is sharded along `shard` and repeated along `replicate`. Hybrid sharding is a mesh whose
+replicate axis is longer than 1. It is not a strategy, and works with every strategy.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
+from math import prod
 from types import MappingProxyType
 
 from shardwise.errors import InvalidPlan, UnknownName
 from shardwise.files.form import Form, one_of
-from shardwise.files.keys import documented, key, object_of
+from shardwise.files.keys import check_keys, documented, key, object_of
 
 
 class Where(Enum):
-    """The axes of the mesh over which state of a kind is sharded: none, the shard axis, or both."""
+    """The axes of the mesh over which state of a kind is sharded: none, the shard axis, or both.
+
+    is_sharded          each rank of the shard axis holds a slice of it
+    is_sharded_across   each rank of the replicate axis holds a part of that slice
+    """
 
     REPLICATED = "replicated"
     SHARDED = "sharded"
     SHARDED_TWICE = "sharded over all ranks"
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether each rank of the shard axis holds a slice of it."""
-        return self is not Where.REPLICATED
-
-    @property
-    def is_sharded_across(self) -> bool:
-        """Whether each rank of the replicate axis holds a part of that slice."""
-        return self is Where.SHARDED_TWICE
-
-    @property
-    def axes(self) -> frozenset[str]:
-        """The axes over which it is sharded."""
-        return _AXES[self]
+    # Attributes and no properties: every gather and every reduce of a step asks.
+    def __init__(self, words: str) -> None:
+        self.is_sharded_across = words == "sharded over all ranks"
+        self.is_sharded = self.is_sharded_across or words == "sharded"
+        axes = {"shard": self.is_sharded, "replicate": self.is_sharded_across}
+        self.axes = frozenset(axis for axis, is_cut in axes.items() if is_cut)
 
     def __repr__(self) -> str:
         return self.name
 
 
-_AXES = dict(zip(Where, (frozenset[str](), frozenset({"shard"}), frozenset({"shard", "replicate"})), strict=True))
 REPLICATED = Where.REPLICATED
 SHARDED = Where.SHARDED
 SHARDED_TWICE = Where.SHARDED_TWICE
@@ -180,3 +181,53 @@ def _row_of(placement: Placement, *, path: str) -> str:
     if placement.optim.is_sharded_across:
         raise InvalidPlan(f"{path}: 'sharded over all ranks' is for the whole plan: set across = 'zero1' or 'zero2'")
     return strategy_of(placement)
+
+
+@documented
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mesh:
+    """`replicate` groups of `shard` ranks each; rank = replicate_index · shard + shard_index.
+
+    Ranks of one shard group are consecutive. Where ranks are numbered node by node, a shard group is a node
+    or a part of one, so the heaviest traffic stays inside a node.
+    """
+
+    replicate: int = key(1, "shard groups, which hold the same slices", least=1)
+    shard: int = key(1, "ranks of a shard group, which hold one slice each", least=1)
+
+    def __post_init__(self) -> None:
+        check_keys(self, path="mesh", error=InvalidPlan)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.replicate * self.shard
+
+    def num_parts(self, axes: Iterable[str]) -> int:
+        """Return the number of parts of what is sharded over these axes, `shard` and `replicate`."""
+        return prod(getattr(self, axis) for axis in axes)
+
+    def coordinates(self, rank: int) -> tuple[int, int]:
+        """Return (replicate index, shard index) of a rank."""
+        if not 0 <= rank < self.num_ranks:
+            raise InvalidPlan(f"rank {rank} is outside a mesh of {self} = {self.num_ranks} ranks")
+        return divmod(rank, self.shard)
+
+    def shard_group(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that hold the slices of the same state, this rank included."""
+        first = self.coordinates(rank)[0] * self.shard
+        return tuple(range(first, first + self.shard))
+
+    def replicate_group(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that hold the same slice as this rank, this rank included."""
+        return tuple(range(self.coordinates(rank)[1], self.num_ranks, self.shard))
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """Raise an error if the job has another number of ranks than the mesh."""
+        if num_ranks != self.num_ranks:
+            raise InvalidPlan(
+                f"mesh {self} is {self.num_ranks} ranks, but the job has {num_ranks}: leave the mesh out of the plan "
+                f"(shardwise train … --set plan.mesh=), or set mesh.replicate × mesh.shard = {num_ranks}"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.replicate}×{self.shard}"

@@ -40,12 +40,12 @@ class Plan(PlanKeys):
 
     @property
     def is_sharded_across(self) -> bool:
-        """Whether states are sharded over the replicate axis of the mesh too."""
+        """Return whether states are sharded over the replicate axis of the mesh too."""
         return self.across != ACROSS[0]
 
     @property
     def across_text(self) -> str:
-        """What the name of its strategy is followed by: nothing, or ` across zero2`."""
+        """Return what follows the name of the strategy in texts: "", or " across zero2"."""
         return f" across {self.across}" if self.is_sharded_across else ""
 
     def under(self, strategy: str) -> Self:
@@ -100,7 +100,7 @@ class Plan(PlanKeys):
 
     @property
     def backward_hindrance(self) -> str:
-        """The setting with which states cannot be updated inside backward; "" if there is none."""
+        """Return the setting that prevents updates inside backward; "" if there is none."""
         settings = {
             "precision = 'fp16'": self.precision == "fp16",
             "accumulate_reduced = true": self.accumulate_reduced,
@@ -111,30 +111,30 @@ class Plan(PlanKeys):
 
     @property
     def updates_in_backward(self) -> bool:
-        """Whether sharded states are updated inside backward."""
+        """Return whether sharded states are updated inside backward."""
         return self.update == "backward"
 
     @property
     def has_fp8(self) -> bool:
-        """Whether large linear layers multiply in fp8."""
+        """Return whether large linear layers multiply in fp8."""
         return self.precision == "fp8"
 
     @property
     def is_auto(self) -> bool:
-        """Whether the planner has yet to choose the placements."""
+        """Return whether the planner has yet to choose the placements."""
         return self.strategy == AUTO
 
     @property
     def compiler(self) -> str:
-        """The backend that compiles units, or none; none as well where `auto` has not been decided yet."""
+        """Return the backend that compiles units; none also while `auto` is undecided."""
         return "none" if self.compile == AUTO else self.compile
 
     def compiles(self, unit_name: str) -> bool:
         """Return whether a unit is compiled. The root, which contains all other units, is not.
 
-        Nor is selective recompute on our engine: it runs under a dispatch mode, under which torch.compile compiles
-        nothing. But code that was compiled for another unit of the same class would run there, and keep that unit's
-        tensors. On torch's engine the model recomputes by itself, inside of what is compiled.
+        Nor is a unit under selective recompute on our engine. It runs under a dispatch mode, in which torch.compile
+        compiles nothing, but would run code that it compiled for another unit of the same class, and keep that unit's
+        tensors. On torch's engine the model recomputes by itself, inside the compiled code.
         """
         if self.compiler == "none" or unit_name == "(root)":
             return False
@@ -142,10 +142,10 @@ class Plan(PlanKeys):
 
     @property
     def captures(self) -> bool:
-        """Whether units may be CUDA graphs, on a device that has them.
+        """Return whether units may be CUDA graphs, on a device that has them.
 
-        Not where copies of activations run between their kernels, or where updates inside backward read gradients, that
-        may lie in the memory of graphs, while the next one runs.
+        They may not with `offload_activations`, whose copies run between the kernels of a unit, nor with updates inside
+        backward, which would read gradients in the memory of graphs while the next graph runs.
         """
         may_capture = self.capture == "auto" and LIMITS[self.engine].has_graphs
         return may_capture and not self.offload_activations and not self.updates_in_backward
@@ -257,7 +257,7 @@ class Plan(PlanKeys):
 
     @property
     def for_any_ranks(self) -> "Plan":
-        """The plan without its mesh, if that has a single axis: ranks are then all of the job's."""
+        """Return the plan without its mesh if that has a single axis, so that it runs on any number of ranks."""
         is_flat = self.mesh is not None and self.mesh.replicate == 1
         return replace(self, mesh=None) if is_flat else self
 

@@ -7,10 +7,8 @@ from typing import Any
 from shardwise.files.form import Form, WrongForm, one_of, whole
 from shardwise.files.keys import key
 from shardwise.plan.limits import LIMITS
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.patterns import SOME_UNITS, Patterns, pattern_list, pattern_table
-from shardwise.plan.placement import ACROSS, AUTO, OVERRIDE, STRATEGY, Placement
-from shardwise.plan.policy import POLICY
+from shardwise.plan.patterns import POLICY, SOME_UNITS, Patterns, pattern_list, pattern_table
+from shardwise.plan.placement import ACROSS, AUTO, OVERRIDE, STRATEGY, Mesh, Placement
 
 _RECOMPUTES = ("none", "full", "selective")
 _CAPTURES = ("auto", "off")

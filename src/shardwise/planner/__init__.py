@@ -1,11 +1,10 @@
 """Step 4 of 5, before a run: spec + plan + cluster → does it fit, memory by category, time of a step. No torch.
 
-job.py             one plan of one model, in which a few units stand for many equal ones (fold.py)
-engine_model.py    models of the engines: ours, torch's DDP, torch's fully_shard
-overhead.py        an engine's own costs: CPU time and copies
+job.py             one plan of one model, in which a few units stand for many equal ones
+engine_model.py    models of the engines: ours, torch's DDP, torch's fully_shard; their own costs
 systems.py         other training systems: their settings, and what they add
 ways.py            the traces that a plan needs
-trace_order.py     moves the program's cursor through a step in the order of the trace
+fold.py            shortens a model to these units, and moves the program's cursor through its step
 
 memory/states.py, torch_states.py   bytes of parameters, gradients and optimizer state on a rank
 memory/stream_peak.py               a stream of allocations and releases → its peak and its end
@@ -16,14 +15,12 @@ memory/allocations.py, allocator.py, reserved.py    single allocations → what 
 memory/peak.py                      `estimate`: the memory of one plan and batch
 
 time/compute.py         one operation of the model → seconds of the device, and of the CPU that issues it
-time/pieces.py          the computation of a step, piece by piece, and its time
-time/collective.py      rings and trees over the links of a cluster → seconds
+time/pieces.py          the computation of a step, piece by piece, and its time; the rows of a step → its schedule
+time/collective.py      rings and trees over the links of a cluster → seconds; the wait for the slowest node
 time/time_executor.py   an operation of the program → instructions for the queues
-time/instructions.py    the rows of a step → its schedule
 time/queues.py          four queues and their waits
 time/step_time.py       `estimate_time`: the time of one plan and batch
-time/straggler.py       the wait for the slowest node
-time/fabric_range.py    a step over another fabric, and the bandwidth that it needs
+time/band.py            the error band of a time; a step over another fabric
 
 traffic.py              the bytes that a rank sends in a step
 search/candidates.py    plans for a cluster, each at its best batch
@@ -35,7 +32,7 @@ search/auto.py          `strategy = "auto"`: a request and a budget → one plan
 search/uniform.py       plans with the same choice for every unit
 search/solver.py, climb.py      the search: mixtures of two choices, then unit by unit
 search/dial.py, dial_cost.py    the choices of all units as one value, and its cost by the replay
-search/micro_batches.py         the micro-batches that a search may try
+search/micro_batches.py         the micro-batches and the meshes that a search may try
 search/frontier.py      the best speed for every budget
 search/rent.py          kinds and counts of devices to rent, with plan, days and cost
 search/training_cost.py days, GPU-hours and money of a training

@@ -7,27 +7,22 @@ from functools import cached_property
 from math import prod
 
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import Placement
+from shardwise.plan.placement import Mesh, Placement
 from shardwise.planner.engine_model import EngineModel, engine_model_of
-from shardwise.planner.fold import Short, cut
+from shardwise.planner.fold import Key, Short, cut
 from shardwise.planner.memory.allocations import Ledger
 from shardwise.planner.memory.constants import RULES, MemoryRules
-from shardwise.planner.memory.events import memory_rows, saved_of_root
+from shardwise.planner.memory.events import MemoryExecutor, MemorySetting, memory_rows, saved_of_root
 from shardwise.planner.memory.executors.ddp_memory import PlainMemory
-from shardwise.planner.memory.executors.setting import MemoryExecutor, MemorySetting
 from shardwise.planner.memory.replay import MemoryRow, Replayed, replay
 from shardwise.planner.memory.states import OptimizerRule, StateSetting, UnitStates, optimizer_of
 from shardwise.planner.memory.stream_peak import StreamPeak, stream_peak
-from shardwise.planner.sizes import MASTER_BYTES
-from shardwise.planner.trace_order import Key
 from shardwise.planner.ways import fp8_way, memory_way
-from shardwise.planner.whole_matrices import WholeMatrices, update_bytes, whole_matrices
+from shardwise.planner.whole_matrices import MASTER_BYTES, WholeMatrices, update_bytes, whole_matrices
 from shardwise.program import StepProgram, build, build_first_step
 from shardwise.program.chunks import CHUNK_ELEMENTS, NUM_SLOTS
 from shardwise.spec import ROOT, ModelSpec
-from shardwise.spec.law import Line
-from shardwise.spec.step import BEFORE_FORWARD, Op, StepRow, StepTrace, Stream
+from shardwise.spec.step import BEFORE_FORWARD, Line, Op, StepRow, StepTrace, Stream
 from shardwise.vocabulary.categories import CATEGORIES
 from shardwise.vocabulary.dtypes import BYTES_PER_ELEMENT, PRECISIONS
 
@@ -101,7 +96,6 @@ class Job:
     def _ledger(self, rows: Iterable[MemoryRow]) -> Ledger:
         graphs = self.graph_units
         ledger = Ledger(
-            seq=self.spec.seq,
             grads_leave_at_once=self.engine.grads_leave_at_once,
             graph_units=graphs,
             # Otherwise they outlive a pass, whose graphs would overwrite them.
@@ -129,7 +123,7 @@ class Job:
         Parameters do not say it: a quantised base is multiplied in the dtype that it is unpacked to.
         """
         if self.plan.has_fp8:
-            # Of everything but the products that fp8_products.py times.
+            # Of everything but the products that compute.py times in fp8.
             return "bf16"
         if self.plan.precision != "native":
             return self.plan.precision
@@ -249,12 +243,12 @@ class Job:
 
     @property
     def in_order(self) -> bool:
-        """Whether a unit with early gradients waits for its turn (Cursor.begin_backward)."""
+        """Return whether a unit with early gradients waits for its turn (Cursor.begin_backward)."""
         return self.engine.keeps_program_order and self.gathers
 
     @cached_property
     def gathers(self) -> bool:
-        """Whether parameters of any unit are gathered."""
+        """Return whether parameters of any unit are gathered."""
         return any(placement.params.is_sharded for placement in self.placements.values())
 
     @property
@@ -338,7 +332,7 @@ class Job:
         cast = BYTES_PER_ELEMENT[PRECISIONS[self.precision]] if self.precision != "fp32" else 0
         return NUM_SLOTS * chunk * (MASTER_BYTES * (1 + self.optimizer.num_moments) + cast)
 
-    @property
+    @cached_property
     def host_line(self) -> Line:
         """Bytes in host memory on one rank: states, and activations that wait there for backward."""
         # The first step does not know yet with which unit backward begins; its memory is kept.
@@ -353,7 +347,7 @@ class Job:
 
     @cached_property
     def saved_by_units(self) -> Mapping[str, Line]:
-        """What the forwards of units save in host memory in a first step, in their order.
+        """Return what the forwards of units save in host memory in a first step, in their order.
 
         Not what a layer that was taken out of the root saves, which the engine leaves where it is, as the root's.
         """
@@ -369,7 +363,7 @@ class Job:
 
     @property
     def saved_on_host(self) -> Mapping[str, Line]:
-        """What units save in host memory, in the order of forward; the one with which backward begins keeps its own."""
+        """Return what units save in host memory, in forward order; the one with which backward begins keeps its own."""
         return dict(list(self.saved_by_units.items())[:-1])
 
     def buffers_at_rest(self) -> list[int]:

@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Mapping
 
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import Placement
+from shardwise.plan.placement import Mesh, Placement
 from shardwise.planner.job import Job
-from shardwise.planner.sizes import sizes_of
+from shardwise.planner.whole_matrices import sizes_of
 from shardwise.program import Kind, Operation, Row, StepProgram
 from shardwise.program.operations import ON_BUCKETS
 from shardwise.program.run import run_in_order

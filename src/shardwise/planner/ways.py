@@ -1,10 +1,14 @@
-"""The traces that a plan needs, by the way in which each of its units runs."""
+"""The traces that a plan needs, by the way in which each of its units runs.
+
+Plans in fp8 are refused here, before they are costed, for devices and models that cannot have it.
+"""
 
 from functools import lru_cache
 
+from shardwise.errors import InvalidPlan
+from shardwise.hardware import Device
 from shardwise.plan import Plan
-from shardwise.program.buffers import DtypeSettings, dtype_settings, num_fp8, plan_with
-from shardwise.program.fp8_layers import is_fp8
+from shardwise.program.buffers import DtypeSettings, dtype_settings, is_fp8, num_fp8, plan_with, why_no_layer
 from shardwise.spec import ModelSpec, UnitSpec
 from shardwise.spec.step import COMPILED, GATHERED, ROWWISE, TENSORWISE
 
@@ -54,3 +58,17 @@ def fp8_traces(spec: ModelSpec, *, plan: Plan) -> list[tuple[str, str]]:
     """Return (computes in, recompute) of the traces with the allocations of units that multiply in fp8."""
     ways = ((fp8_way(unit, plan=plan), memory_way(plan, unit=unit.name)) for unit in spec.units)
     return sorted({way for way in ways if way[0]})
+
+
+def check_planned_fp8(spec: ModelSpec, *, plan: Plan, device: Device) -> None:
+    """Raise InvalidPlan for fp8 on a kind of device without it, or for a model without a layer that it is for."""
+    if not plan.has_fp8:
+        return
+    if device.torch_type == "cuda" and device.fp8_flops_per_s is None:
+        raise InvalidPlan(
+            f"precision = 'fp8' on {device.name}: it has no fp8 products, as far as the hardware table knows (Ada, "
+            "Hopper, Blackwell and CDNA 3 have); use precision bf16"
+        )
+    why = why_no_layer(spec, plan=plan)
+    if why:
+        raise InvalidPlan(why)

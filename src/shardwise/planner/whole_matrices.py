@@ -2,6 +2,8 @@
 
 An optimizer like Muon steps complete matrices of blocks. If every rank holds all state, each steps all of them; if
 state is sharded, each matrix is OWNED: one rank steps it and holds its state.
+
+The sizes of units under a plan, in elements and bytes.
 """
 
 from collections import Counter
@@ -15,10 +17,67 @@ from shardwise.plan.limits import LIMITS
 from shardwise.plan.patterns import short_patterns
 from shardwise.plan.placement import Placement
 from shardwise.planner.memory.states import OptimizerRule
-from shardwise.program.buffers import flat_specs
+from shardwise.program.buffers import (
+    DtypeSettings,
+    dtype_settings,
+    flat_specs,
+    gather_bytes,
+    param_dtypes,
+    plan_with,
+    reduce_bytes,
+)
 from shardwise.program.owners import assign_owners
 from shardwise.spec import ModelSpec, TensorSpec, UnitSpec
 from shardwise.spec.block_matrices import block_matrices, is_block_matrix
+from shardwise.vocabulary.dtypes import BYTES_PER_ELEMENT
+
+MASTER_BYTES = 4
+"""Bytes per element that the optimizer steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitSizes:
+    """A unit.
+
+    elements            of all parameters; `trainable`: of the trainable ones, in `tensors` tensors
+    compute_bytes       all parameters in their compute dtypes
+    grad_bytes          gradients in the dtypes of autograd
+    reduce_bytes        gradients in the reduce dtype
+    """
+
+    elements: int
+    trainable: int
+    tensors: int
+    compute_bytes: int
+    grad_bytes: int
+    reduce_bytes: int
+
+    @property
+    def is_cast(self) -> bool:
+        """Return whether the compute dtype differs from the optimizer's."""
+        return self.compute_bytes != MASTER_BYTES * self.elements
+
+
+def sizes_of(spec: ModelSpec, *, plan: Plan) -> Mapping[str, UnitSizes]:
+    return _sizes(spec, dtype_settings(plan))
+
+
+@lru_cache(maxsize=64)
+def _sizes(spec: ModelSpec, settings: DtypeSettings) -> Mapping[str, UnitSizes]:
+    plan = plan_with(settings)
+    return {unit.name: _unit_sizes(unit, plan=plan) for unit in spec.units}
+
+
+def _unit_sizes(unit: UnitSpec, *, plan: Plan) -> UnitSizes:
+    trained = [param for param in unit.params if param.trainable]
+    return UnitSizes(
+        elements=unit.num_params,
+        trainable=sum(param.num_elements for param in trained),
+        tensors=len(trained),
+        compute_bytes=gather_bytes(unit, plan=plan, sharded=False),
+        grad_bytes=sum(p.num_elements * BYTES_PER_ELEMENT[param_dtypes(p, plan=plan)[0]] for p in trained),
+        reduce_bytes=reduce_bytes(unit, plan=plan),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,8 +20,8 @@ from typing import Any, Self
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from shardwise.profile.memory_ledger import FOREVER, Allocation
 from shardwise.torch_internals import torch_private
+from shardwise.vocabulary.allocation import FOREVER, Allocation
 
 _MARK = "shardwise/"
 _LOG_LEVEL = "KINETO_LOG_LEVEL"

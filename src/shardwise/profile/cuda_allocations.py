@@ -13,8 +13,8 @@ from typing import Any, Self
 
 import torch
 
-from shardwise.profile.memory_ledger import Allocation
 from shardwise.torch_internals import torch_private
+from shardwise.vocabulary.allocation import Allocation
 
 _MOST_EVENTS = 2**23
 

@@ -18,21 +18,8 @@ from enum import Enum
 from itertools import pairwise
 from typing import Any
 
+from shardwise.vocabulary.allocation import FOREVER, Allocation
 from shardwise.vocabulary.categories import ACTIVATIONS, CATEGORIES, OTHER
-
-FOREVER = 2**63
-"""The moment at which a storage that is never freed is freed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Allocation:
-    """One storage; `born` and `freed` are moments in any unit."""
-
-    address: int
-    num_bytes: int
-    born: int
-    freed: int = FOREVER
-    is_scratch: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.engine.protocol import require_engine
+from shardwise.engines import require_engine
 from shardwise.profile.cpu_allocations import LiveBytes
 from shardwise.vocabulary.categories import HOST
 
@@ -37,7 +37,7 @@ def step_peak(model: nn.Module, optimizer: Optimizer, *, device: torch.device) -
         return
     held = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for category, tensor in require_engine(model).held_tensors(model, optimizer)
+        for category, tensor in require_engine(model).held_tensors(optimizer)
         if category != HOST and tensor.device.type == device.type
     }
     with LiveBytes(with_scratch=False) as live, live.phase(_BLOCK):

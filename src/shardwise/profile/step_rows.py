@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.dtensor import dtensor_types
+from shardwise.engine.hooks.step_hooks import StepHooks
 from shardwise.program import Trigger
-from shardwise.program.hooks import StepHooks
 from shardwise.spec import ROOT, ModelSpec
 from shardwise.torch_engine.plain_model import state_of
 from shardwise.vocabulary.categories import ACTIVATIONS, HOST, OTHER
@@ -96,7 +96,7 @@ class _Rows:
 def known_storages(model: nn.Module, optimizer: Optimizer, *, batch: Any) -> dict[int, str]:
     """Return address → category of the storages that an engine knows now."""
     known: dict[int, str] = {}
-    tensors = state_of(model).held_tensors(model, optimizer)
+    tensors = state_of(model).held_tensors(optimizer)
     leaves = ((ACTIVATIONS, leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
     for category, tensor in (*tensors, *leaves):
         storage = tensor.untyped_storage()

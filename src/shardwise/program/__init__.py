@@ -1,6 +1,6 @@
 """Step 3 of 5: spec + plan → step program: one training step as a list of operations.
 
-There is no torch, but in hooks.py, left_tensors.py and naive.py, which run a model.
+There is no torch, but in naive.py, which runs a model.
 The planner replays it with byte counts and clocks, the engine issues it, the reports draw it.
 """
 

@@ -5,8 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import Placement
+from shardwise.plan.placement import Mesh, Placement
 from shardwise.program.buffers import (
     gather_bytes,
     num_fp8,
@@ -16,10 +15,11 @@ from shardwise.program.buffers import (
     update_gather_bytes,
 )
 from shardwise.program.operations import Bucket, Kind, Operation, Row, StepProgram, Trigger
-from shardwise.program.rules import rules_of
-from shardwise.program.rules.context import Rules, StepContext, StepEvent
-from shardwise.program.rules.host import has_states_on_host
+from shardwise.program.rules.context import Rules, StepContext, StepEvent, has_states_on_host
+from shardwise.program.rules.ddp import DDP
+from shardwise.program.rules.fully_shard import FULLY_SHARD
 from shardwise.program.rules.learning import LEARNING, catch_up
+from shardwise.program.rules.ours import OURS
 from shardwise.spec import ANNOUNCED, NONE, ROOT, ModelSpec
 
 
@@ -43,6 +43,13 @@ def build_first_step(spec: ModelSpec, *, plan: Plan, mesh: Mesh | None = None) -
     caught_up = catch_up(program, gathered=state.gathered, gathered_by_all=state.gathered, context=context)
     first = replace(first, operations=(*caught_up.operations, *first.operations))
     return replace(program, rows=(*rows, first, *later))
+
+
+def rules_of(plan: Plan) -> Rules:
+    """Return the rules of the engine that runs a plan. torch has two engines; the root's placement chooses one."""
+    if plan.engine == "shardwise":
+        return OURS
+    return FULLY_SHARD if plan.placement(ROOT).params.is_sharded else DDP
 
 
 def context_of(spec: ModelSpec, *, plan: Plan, mesh: Mesh | None = None) -> StepContext:

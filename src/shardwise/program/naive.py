@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Mesh
 from shardwise.program import Trigger, build
 from shardwise.spec import ROOT
 from shardwise.units import model_spec, unit_modules

@@ -143,7 +143,7 @@ class Bucket:
 
     @property
     def is_last(self) -> bool:
-        """Whether all gradients of its units are reduced with it: it is no piece, or the last one."""
+        """Return whether all gradients of its units are reduced with it: it is no piece, or the last one."""
         return self.piece == self.num_pieces - 1
 
     def taken_as(self, unit: str) -> str:

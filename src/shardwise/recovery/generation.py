@@ -24,8 +24,7 @@ from shardwise.checkpoint.contents import StatePiece
 from shardwise.checkpoint.manifest import Contents
 from shardwise.checkpoint.typed import dtype_name, dtype_of
 from shardwise.errors import CheckpointError
-from shardwise.files.data_file import UnreadableFile, parse_json
-from shardwise.files.regular_file import open_to_read, read_at_most
+from shardwise.files.data_file import UnreadableFile, open_to_read, parse_json, read_at_most
 
 OWN, COPY = "own", "copy"
 _ALIGNMENT = 64

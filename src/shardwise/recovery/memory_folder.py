@@ -22,8 +22,8 @@ from pathlib import Path
 
 from shardwise.comm.job_environment import memory_root
 from shardwise.errors import CheckpointError
+from shardwise.files.data_file import read_at_most
 from shardwise.files.held_folder import holding, is_private
-from shardwise.files.regular_file import read_at_most
 
 _PREFIX = "shardwise-"
 _KEY = re.compile(r"[0-9a-f]{32}")

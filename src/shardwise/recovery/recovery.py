@@ -136,8 +136,7 @@ class Recovery:
     ) -> None:
         """Begin a snapshot of this step; the arguments are those of `Checkpoints.save`."""
         begun = time.perf_counter()
-        state = state_of(model)
-        state.listen_to_writes(model, optimizer, self._release)
+        state_of(model).listen_to_writes(optimizer, self._release)
         self._begun, self._stall_seconds, self._measured = step, 0.0, False
         late = LateNumbers()
         with self._refusing():

@@ -11,8 +11,7 @@ from typing import assert_never
 
 from shardwise.bench.case_result import UnitOutline
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import Placement
+from shardwise.plan.placement import Mesh, Placement
 from shardwise.planner.traffic import sent_by_kind
 from shardwise.program import Kind, Operation, Row, StepProgram, build, crossing_buckets
 from shardwise.program.run import run_in_order

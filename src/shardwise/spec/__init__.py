@@ -3,7 +3,6 @@
 `units/` makes a spec from any `nn.Module`; the step program, the planner and the reports read it.
 """
 
-from shardwise.spec.model import ANNOUNCED, NONE, ROOT, UNANNOUNCED, ModelSpec, UnitSpec, most_demanding
-from shardwise.spec.tensor import TensorSpec
+from shardwise.spec.model import ANNOUNCED, NONE, ROOT, UNANNOUNCED, ModelSpec, TensorSpec, UnitSpec, most_demanding
 
 __all__ = ["ANNOUNCED", "NONE", "ROOT", "UNANNOUNCED", "ModelSpec", "TensorSpec", "UnitSpec", "most_demanding"]

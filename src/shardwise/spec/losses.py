@@ -14,9 +14,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from shardwise.errors import InvalidModel
-from shardwise.spec.law import Law
 from shardwise.spec.model import ROOT, ModelSpec
-from shardwise.spec.step import AFTER_FORWARD, BEFORE_BACKWARD, Act, Op, StepRow, StepTrace, StorageEvent, Stream, What
+from shardwise.spec.step import (
+    AFTER_FORWARD,
+    BEFORE_BACKWARD,
+    Act,
+    Law,
+    Op,
+    StepRow,
+    StepTrace,
+    StorageEvent,
+    Stream,
+    What,
+)
 
 LEAN, USUAL, KEPT, CHUNKED, FUSED = "lean", "usual", "kept", "chunked", "fused"
 LOSSES = (LEAN, USUAL, KEPT, CHUNKED, FUSED)

@@ -1,11 +1,57 @@
 """A model as the planner and the step program see it: its units, their tensors, and the order of calls."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 
 from shardwise.errors import InvalidModel
-from shardwise.spec.law import Law
-from shardwise.spec.step import StepTrace
-from shardwise.spec.tensor import TensorSpec
+from shardwise.spec.step import Law, StepTrace
+from shardwise.vocabulary.dtypes import BYTES_PER_ELEMENT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """One parameter or buffer.
+
+    name        full path in the model; `aliases`: the other paths of a tied tensor
+    trainable   False for buffers and frozen parameters
+    switched    frozen or thawed after the model was prepared; the tensor stays in the buffer it was put into then
+    persistent  False for buffers that are not saved
+    keep_fp32   computes in fp32 under every precision (BatchNorm, whose statistics are fp32)
+    linear      the weight of one nn.Linear
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    trainable: bool = True
+    switched: bool = False
+    persistent: bool = True
+    keep_fp32: bool = False
+    linear: bool = False
+    aliases: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.dtype not in BYTES_PER_ELEMENT:
+            raise InvalidModel(f"{self.name}: dtype {self.dtype} is not known; known: {', '.join(BYTES_PER_ELEMENT)}")
+        if any(size < 0 for size in self.shape):
+            raise InvalidModel(f"{self.name}: shape {self.shape} has a negative size")
+
+    @property
+    def starts_trainable(self) -> bool:
+        """Return whether it was trainable when the model was prepared."""
+        return self.trainable != self.switched
+
+    def trained_now(self, trainable: bool) -> "TensorSpec":
+        return replace(self, trainable=trainable, switched=trainable != self.starts_trainable)
+
+    @property
+    def num_elements(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * BYTES_PER_ELEMENT[self.dtype]
+
 
 ROOT = "(root)"
 """The name of the unit that holds what no other unit covers; no module path looks like it."""
@@ -108,3 +154,31 @@ class ModelSpec:
             if unit.name == name:
                 return unit
         raise KeyError(name)
+
+
+# A smaller unit never causes a lack of memory.
+_LEAST_PARAMS = 2**20
+# The advice aims at about this many units.
+_PIECES = 16
+
+
+def why_hardly_cut(spec: ModelSpec, *, units: str) -> str:
+    """Return a warning if one unit holds more than half of the parameters; "" if none does or nothing would help.
+
+    `units` is the plan's policy; `none` asks for a single unit.
+    """
+    largest = max(spec.units, key=lambda unit: unit.num_params)
+    longest = max((param.num_elements for param in largest.params), default=0)
+    if units == "none" or 2 * largest.num_params <= spec.num_params or largest.num_params < _LEAST_PARAMS:
+        return ""
+    if 2 * longest > spec.num_params:
+        # One tensor, such as a large embedding: it is in one unit under every policy.
+        return ""
+    share = largest.num_params / spec.num_params
+    count = spec.num_params // _PIECES
+    # Rounded down to one digit and zeros.
+    scale: int = 10 ** (len(str(count)) - 1)
+    return (
+        f"units = {units!r} leaves {share:.0%} of {spec.name}'s parameters in one unit, {largest.name}, which is "
+        f"gathered at once: units = 'min-params:{count // scale * scale}' cuts by size, 'auto + MODULE + …' by name"
+    )

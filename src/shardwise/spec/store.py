@@ -19,10 +19,8 @@ from typing import Any, TypeVar
 from shardwise.errors import InvalidData, ShardwiseError
 from shardwise.files.atomic import atomic_write
 from shardwise.files.data_file import UnreadableFile, parse_json, read_content
-from shardwise.spec.law import Law
-from shardwise.spec.model import ANNOUNCED, ModelSpec, UnitSpec
-from shardwise.spec.step import Act, Op, Run, StepRow, StepTrace, StorageEvent, Stream, What
-from shardwise.spec.tensor import TensorSpec
+from shardwise.spec.model import ANNOUNCED, ModelSpec, TensorSpec, UnitSpec
+from shardwise.spec.step import Act, Law, Op, Run, StepRow, StepTrace, StorageEvent, Stream, What
 
 Item = TypeVar("Item")
 

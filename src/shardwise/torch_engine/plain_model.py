@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -9,16 +10,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shardwise.comm.dtensor import dtensor_types, local_part
+from shardwise.engine.carry import find_engine
 from shardwise.engine.owned_model import OwnedModel, OwnedSlice
-from shardwise.engine.protocol import HeldState, find_engine
 from shardwise.errors import CheckpointError, InvalidModel
 from shardwise.plan import Plan
 from shardwise.vocabulary.categories import GRADS, OPTIM, OTHER, PARAMS
 
+if TYPE_CHECKING:
+    # A model in one process does not need it.
+    from shardwise.engine.our_engine import Engine
 
-def state_of(model: nn.Module) -> HeldState:
+
+def state_of(model: nn.Module) -> "Engine | PlainModel":
     """Return the engine of a prepared model, or what reads the tensors of any other model."""
-    return find_engine(model) or PlainModel()
+    return find_engine(model) or PlainModel(model)
 
 
 def is_on_torch(model: nn.Module) -> bool:
@@ -29,19 +34,22 @@ def is_on_torch(model: nn.Module) -> bool:
     return isinstance(model, DistributedDataParallel | FSDPModule)
 
 
-class PlainModel(HeldState):
-    """A module with ordinary parameters or DTensors: in one process, or under torch's DDP or `fully_shard`."""
+class PlainModel:
+    """A module with ordinary parameters or DTensors: in one process, or under torch's DDP or `fully_shard`.
 
-    def plan_of(self, model: nn.Module) -> Plan | None:
-        return None
+    Reads the state that a rank holds by the methods of our engine, which describes them.
 
-    def bare(self, model: nn.Module) -> nn.Module:
-        return model.module if isinstance(model, DistributedDataParallel) else model
+    bare   the user's own module, without a wrapper
+    """
 
-    def held(self, model: nn.Module) -> OwnedModel:
-        if _in_a_job() and dist.get_world_size() > 1 and not is_on_torch(model):
-            raise InvalidModel(f"this {type(model).__name__} has not been through shardwise.prepare")
-        bare = self.bare(model)
+    def __init__(self, model: nn.Module, plan: Plan | None = None) -> None:
+        self.model, self.plan = model, plan
+        self.bare: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+
+    def held(self) -> OwnedModel:
+        if _in_a_job() and dist.get_world_size() > 1 and not is_on_torch(self.model):
+            raise InvalidModel(f"this {type(self.model).__name__} has not been through shardwise.prepare")
+        bare = self.bare
         # First: it makes fully_shard put its shards back in place of what a forward has gathered.
         state = bare.state_dict(keep_vars=True)
         first = {id(parameter): name for name, parameter in bare.named_parameters()}
@@ -54,11 +62,11 @@ class PlainModel(HeldState):
             aliases={name: first[id(value)] for name, value in state.items() if first.get(id(value), name) != name},
         )
 
-    def slices_filled(self, model: nn.Module) -> None:
+    def slices_filled(self) -> None:
         """Do nothing: the slices are the model's own memory."""
 
-    def group_names(self, model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-        bare = self.bare(model)
+    def group_names(self, optimizer: Optimizer) -> list[list[str]]:
+        bare = self.bare
         # First: it makes fully_shard put its shards back in place of what a forward has gathered.
         bare.state_dict(keep_vars=True)
         names = {id(parameter): name for name, parameter in bare.named_parameters()}
@@ -69,16 +77,16 @@ class PlainModel(HeldState):
                 )
         return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
-    def check_values(self, model: nn.Module, *, what: str) -> None:
+    def check_values(self, *, what: str) -> None:
         """Do nothing: averages are only applied to models of our engine."""
 
-    def listen_to_writes(self, model: nn.Module, optimizer: Optimizer | None, hear: Callable[..., None]) -> None:
+    def listen_to_writes(self, optimizer: Optimizer | None, hear: Callable[..., None]) -> None:
         if optimizer is not None and hear not in optimizer._optimizer_step_pre_hooks.values():
             optimizer.register_step_pre_hook(hear)
 
-    def held_tensors(self, model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[tuple[str, Tensor]]:
+    def held_tensors(self, optimizer: Optimizer | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield what the optimizer steps, its gradients and its state. Buffers of torch's engines cannot be found."""
-        groups = optimizer.param_groups if optimizer is not None else [{"params": list(model.parameters())}]
+        groups = optimizer.param_groups if optimizer is not None else [{"params": list(self.model.parameters())}]
         for parameter in (parameter for group in groups for parameter in group["params"]):
             yield PARAMS, local_part(parameter)
             if parameter.grad is not None:
@@ -86,7 +94,7 @@ class PlainModel(HeldState):
             for value in (optimizer.state.get(parameter, {}) if optimizer is not None else {}).values():
                 if isinstance(value, Tensor):
                     yield OPTIM, local_part(value)
-        for buffer in model.buffers():
+        for buffer in self.model.buffers():
             yield OTHER, buffer
 
 

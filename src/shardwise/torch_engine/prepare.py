@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from shardwise.comm.agreement import check_alike, together
 from shardwise.comm.join import join_job
 from shardwise.engine.activations.compiled_units import check_compile, compile_units
+from shardwise.engine.carry import carry_engine
 from shardwise.engine.core.precision import planned_dtype
 from shardwise.engine.guards.carried import broadcast_carried
 from shardwise.engine.guards.description import (
@@ -27,12 +28,10 @@ from shardwise.engine.guards.description import (
     describe,
     warn_hardly_cut,
 )
-from shardwise.engine.optimizer.known import StaleOptimizer, describe_optimizer
-from shardwise.engine.protocol import carry_engine, find_engine
-from shardwise.errors import InvalidModel, InvalidPlan
+from shardwise.engine.optimizer.known import StaleOptimizer, check_parameters, describe_optimizer
+from shardwise.errors import InvalidModel
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import Placement
+from shardwise.plan.placement import Mesh, Placement
 from shardwise.spec import ROOT, ModelSpec
 from shardwise.torch_engine.plain_model import is_on_torch
 from shardwise.torch_engine.refuse import check_plan, check_replicated, check_sharded
@@ -56,7 +55,7 @@ def prepare_on_torch(
     A model on the meta device is filled whole on every rank before it is sharded. The optimizer keeps its options,
     and gets the new parameters by name.
     """
-    if find_engine(model) is not None or is_on_torch(model):
+    if is_on_torch(model):
         raise InvalidModel(f"this {type(model).__name__} has been through shardwise.prepare already")
     chosen = join_job(asked_device(model, device=device))
     mesh = plan.mesh or Mesh(shard=dist.get_world_size())
@@ -89,7 +88,7 @@ def prepare_on_torch(
         prepared = _replicate(model, plan=plan, device=chosen)
     if optimizer is not None:
         rename_parameters(optimizer, names=names, parameters=dict(model.named_parameters()))
-    carry_engine(prepared, TorchEngine(plan))
+    carry_engine(prepared, TorchEngine(prepared, plan))
     return prepared, optimizer
 
 
@@ -184,12 +183,7 @@ def _check_optimizer(optimizer: Optimizer, *, names: Mapping[int, str]) -> None:
             "the optimizer has stepped before: hand a fresh one to shardwise.prepare, then load the old state "
             "with shardwise.load_full_state_dict"
         )
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        if id(parameter) not in names:
-            raise InvalidPlan(
-                f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the model's: "
-                "give it an optimizer of its own"
-            )
+    check_parameters(optimizer, known=names)
 
 
 def rename_parameters(

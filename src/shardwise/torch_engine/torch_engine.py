@@ -1,105 +1,106 @@
-"""torch's own engines by the protocol."""
+"""torch's own engines, by the methods of ours (engine/our_engine.py)."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shardwise.engine.prepared.uneven import summed
-from shardwise.engine.protocol import Batch, TrainingEngine
+from shardwise.engine.prepared.uneven import Batch, summed
 from shardwise.plan import Plan
+from shardwise.plan.limits import LIMITS
 from shardwise.torch_engine import full_state
 from shardwise.torch_engine.plain_model import PlainModel
 
 
-class TorchEngine(PlainModel, TrainingEngine):
+class TorchEngine(PlainModel):
     """DistributedDataParallel, or `fully_shard` on each unit, under one plan."""
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-
-    def plan_of(self, model: nn.Module) -> Plan:
-        return self._plan
+    plan: Plan
+    # torch's errors carry no predictions of ours.
+    predict: None = None
 
     # Plans and steps
 
-    def replan(self, model: nn.Module, plan: Plan) -> None:
-        self.check("replan", model)
+    def _check(self, function: str) -> None:
+        """Raise InvalidPlan for a function that torch's engines do not have."""
+        LIMITS[self.plan.engine].check_call(function, self.plan)
 
-    def fixed_by(self, model: nn.Module, plan: Plan) -> str:
+    def replan(self, plan: Plan) -> None:
+        self._check("replan")
+
+    def fixed_by(self, plan: Plan) -> str:
         return "torch's engine"
 
     @contextmanager
-    def accumulate(self, model: nn.Module, *, enabled: bool = True) -> Iterator[None]:
+    def accumulate(self, *, enabled: bool = True) -> Iterator[None]:
         """Use DDP's `no_sync`, or `set_requires_gradient_sync(False)`. The forward has to run inside as well."""
         if not enabled:
             yield
-        elif isinstance(model, DistributedDataParallel):
-            with model.no_sync():
+        elif isinstance(self.model, DistributedDataParallel):
+            with self.model.no_sync():
                 yield
         else:
-            assert isinstance(model, FSDPModule)
-            model.set_requires_gradient_sync(False)
+            assert isinstance(self.model, FSDPModule)
+            self.model.set_requires_gradient_sync(False)
             try:
                 yield
             finally:
-                model.set_requires_gradient_sync(True)
+                self.model.set_requires_gradient_sync(True)
 
-    def mean_count(self, model: nn.Module, count: float) -> float:
-        device = next(model.parameters()).device
+    def mean_count(self, count: float) -> float:
+        device = next(self.model.parameters()).device
         return summed(count, device=device) / dist.get_world_size()
 
-    def join(self, model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
-        self.check("join", model)
+    def join(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        self._check("join")
         return iter(batches)
 
-    def concerns(self, model: nn.Module, optimizer: Optimizer) -> bool:
-        own = {id(parameter) for parameter in model.parameters()}
+    def concerns(self, optimizer: Optimizer) -> bool:
+        own = {id(parameter) for parameter in self.model.parameters()}
         return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
 
-    def adopt(self, model: nn.Module, optimizer: Optimizer) -> None:
+    def adopt(self, optimizer: Optimizer) -> None:
         """Do nothing: the model's parameters are what an optimizer steps."""
 
-    def showing_parameters(self, model: nn.Module, optimizer: Optimizer) -> AbstractContextManager[None]:
+    def allocate_states(self, optimizer: Optimizer) -> None:
+        """Do nothing: it is not known what an optimizer of whole parameters or DTensors allocates."""
+
+    def showing_parameters(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def announce_loss(self, model: nn.Module, loss: Tensor) -> None:
-        """torch's engines wait for no loss."""
+    def announce_loss(self, loss: Tensor) -> None:
+        """Do nothing: torch's engines wait for no loss."""
 
-    def settle(self, model: nn.Module) -> None:
+    def settle(self) -> None:
         """Do nothing: torch's engines leave no collective in flight after a step."""
 
-    def omit_memory_advice(self, model: nn.Module) -> None:
-        """Do nothing: torch's errors carry no advice."""
+    def replayed_calls(self) -> tuple[int, int]:
+        return 0, 0
+
+    def buckets(self) -> dict[str, tuple[str, ...]]:
+        """Return nothing: torch's engines do not report their buckets."""
+        return {}
 
     # Weights
 
-    def edit(self, model: nn.Module) -> AbstractContextManager[None]:
+    def edit(self) -> AbstractContextManager[None]:
         """Do nothing: each shard lies on one rank, and DDP's parameters are the optimizer's."""
         return nullcontext()
 
-    def whole(self, model: nn.Module, *, write: bool = False) -> AbstractContextManager[None]:
-        self.check("whole", model)
+    def whole(self, *, write: bool = False) -> AbstractContextManager[None]:
+        self._check("whole")
         return nullcontext()
 
-    def weight_stream(self, model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        return full_state.weight_stream(self.bare(model), dtype=dtype)
-
-    full_state_dict = staticmethod(full_state.full_state_dict)
-    load_full_state_dict = staticmethod(full_state.load_full_state_dict)
+    weight_stream = full_state.weight_stream
+    full_state_dict = full_state.full_state_dict
+    load_full_state_dict = full_state.load_full_state_dict
 
     # Gradients
 
-    clip_grad_norm_ = staticmethod(full_state.clip_grad_norm_)
-    clip_grad_value_ = staticmethod(full_state.clip_grad_value_)
-
-    def grad_norms(self, model: nn.Module, *, norm_type: float = 2.0) -> dict[str, float]:
-        return full_state.grad_norms(self.bare(model), norm_type=norm_type)
-
-    def buckets(self, model: nn.Module) -> dict[str, tuple[str, ...]]:
-        return {}
+    clip_grad_norm_ = full_state.clip_grad_norm_
+    clip_grad_value_ = full_state.clip_grad_value_
+    grad_norms = full_state.grad_norms

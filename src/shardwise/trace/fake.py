@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from shardwise.engine.guards.carried import carried_tensors
 from shardwise.spec.step import FP8_WAYS
 from shardwise.torch_internals.torch_private import BatchNorm, FakeTensorMode
+from shardwise.units.carried_tensors import carried_tensors
 
 COMPUTE_DTYPES: dict[str, torch.dtype | None] = {
     "fp32": torch.float32,

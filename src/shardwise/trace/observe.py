@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.engine.activations.recompute import recompute_unit
 from shardwise.engine.core.precision import cast_inputs
+from shardwise.engine.hooks.step_hooks import StepHooks
 from shardwise.errors import InvalidModel, ShardwiseError
-from shardwise.program.hooks import StepHooks
 from shardwise.spec import NONE, ROOT, most_demanding
 from shardwise.spec.step import (
     AFTER_FORWARD,

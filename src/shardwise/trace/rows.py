@@ -6,8 +6,7 @@ from typing import NoReturn
 
 from shardwise.errors import InvalidModel
 from shardwise.spec import ROOT
-from shardwise.spec.law import Law, fit
-from shardwise.spec.step import BEFORE_FORWARD, Act, Op, Run, StepRow, StorageEvent, Stream, What
+from shardwise.spec.step import BEFORE_FORWARD, Act, Law, Op, Run, StepRow, StorageEvent, Stream, What, fit
 from shardwise.trace.recorder import Accumulated, Born, Did, Died, RowMark, TraceEntry
 
 Size = tuple[int, int]

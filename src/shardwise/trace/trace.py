@@ -7,17 +7,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise.engine.guards.carried import carried_tensors
 from shardwise.errors import InvalidModel
-from shardwise.plan.policy import UnitPolicy
+from shardwise.plan.patterns import UnitPolicy
 from shardwise.spec import ANNOUNCED, ModelSpec, TensorSpec, UnitSpec
-from shardwise.spec.law import Law, fit
-from shardwise.spec.step import Run, StepRow, StepTrace
+from shardwise.spec.step import Law, Run, StepRow, StepTrace, fit
 from shardwise.trace.cut import CannotCutError, find_runs, in_call_order
 from shardwise.trace.fp8 import fp8_layers
 from shardwise.trace.observe import ObservedStep, TracedTask, Way, observe
 from shardwise.trace.rows import Size, to_rows
 from shardwise.units import model_spec, unit_modules
+from shardwise.units.carried_tensors import carried_tensors
 
 Loss = Callable[[nn.Module, Any], Tensor]
 MakeBatch = Callable[[int], Any]

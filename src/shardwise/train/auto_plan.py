@@ -23,11 +23,11 @@ from shardwise.errors import InvalidPlan
 from shardwise.files.atomic import atomic_write
 from shardwise.files.data_file import UnreadableFile, parse_json, read_json
 from shardwise.hardware import Cluster
+from shardwise.hardware.cluster import capacity_bytes
 from shardwise.models.reference import Model
 from shardwise.plan import Plan
 from shardwise.plan.placement import ACROSS
 from shardwise.planner.search.auto import solve_plan
-from shardwise.planner.search.candidates import capacity_bytes
 from shardwise.planner.search.chosen_text import chosen_text
 from shardwise.planner.search.nearest import cost_of_change, find_smaller
 from shardwise.planner.search.request import AutoRequest, NoPlanFits

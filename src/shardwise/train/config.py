@@ -142,7 +142,7 @@ def load_config(
         if plan is not None:
             data["plan"] = Plan.load(plan).to_dict()
         elif isinstance(data.get("plan"), dict) and "file" in data["plan"]:
-            data["plan"] = _with_file(data["plan"], folder=Path(path).parent)
+            data["plan"] = _with_file(data["plan"])
         overrides = [{"plan": {"strategy": strategy}}] if strategy is not None else []
         overrides += [{"run": {"folder": os.fspath(folder)}}] if folder is not None else []
         for override in (*overrides, *map(_setting, settings)):
@@ -152,12 +152,12 @@ def load_config(
         raise InvalidConfig(f"{path}: {error}") from error
 
 
-def _with_file(table: dict[str, Any], *, folder: Path) -> dict[str, Any]:
-    """Read [plan] file = "plan.toml" from the config's own folder; the other keys win over the file's."""
+def _with_file(table: dict[str, Any]) -> dict[str, Any]:
+    """Read [plan] file = "plan.toml" from the working directory; the other keys win over the file's."""
     file = table["file"]
     if not isinstance(file, str):
         raise InvalidConfig(f"plan.file = {file!r}: must be the path of a plan")
-    return {**Plan.load(folder / file).to_dict(), **{k: v for k, v in table.items() if k != "file"}}
+    return {**Plan.load(Path(file).absolute()).to_dict(), **{k: v for k, v in table.items() if k != "file"}}
 
 
 def _plan(table: object) -> Plan:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from shardwise.errors import InvalidData
 from shardwise.files.keys import key
 from shardwise.files.object_path import check_url
-from shardwise.models.adaptation import QUANTIZED, Adaptation
 from shardwise.models.catalogue import kind_of
+from shardwise.models.specs.spec_request import QUANTIZED, Adaptation
 from shardwise.train.config_section import ConfigSection, InvalidConfig
 from shardwise.vocabulary.quantities import SIZE_EXAMPLE, byte_count
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
 
-from shardwise.engine.protocol import find_engine
 from shardwise.engine.random_states import random_states
+from shardwise.engines import find_engine
 from shardwise.launch.failure import during
 from shardwise.train.batches import tokens_per_sample
 from shardwise.train.compile_clock import CompileClock
@@ -106,7 +106,7 @@ def take_step(training: Training) -> Taken:
 
 def _replayed_calls(training: Training) -> tuple[int, int]:
     engine = find_engine(training.model)
-    return (0, 0) if engine is None else engine.replayed_calls(training.model)
+    return (0, 0) if engine is None else engine.replayed_calls()
 
 
 def _evaluate(training: Training) -> dict[str, float]:

@@ -17,14 +17,14 @@ from functools import partial
 import torch
 
 from shardwise.comm.agreement import exchange
-from shardwise.engine.protocol import require_engine
 from shardwise.engine.random_states import random_states, restore_random_states
-from shardwise.engines import replan
+from shardwise.engines import replan, require_engine
+from shardwise.hardware.cluster import capacity_bytes, with_budget
 from shardwise.launch.failure import during
 from shardwise.plan import Plan
+from shardwise.plan.limits import LIMITS
 from shardwise.planner.engine_model import engine_model_of
-from shardwise.planner.search.candidates import capacity_bytes
-from shardwise.planner.search.request import NoPlanFits, with_budget
+from shardwise.planner.search.request import NoPlanFits
 from shardwise.profile.step_peak import step_peak
 from shardwise.train import run_folder
 from shardwise.train.auto_plan import ChosenPlan
@@ -45,8 +45,8 @@ _REHEARSALS = 2
 def probe_memory(training: Training, *, chosen: ChosenPlan) -> None:
     """Rehearse a step of an `auto` plan, and move the training to a plan that needs less, if need be. Collective."""
     is_auto, is_over = chosen.given.plan.is_auto, training.step >= training.num_steps
-    can_undo = not training.config.plan.updates_in_backward
-    if not is_auto or is_over or not can_undo or not require_engine(training.model).can("replan", training.model):
+    plan, can_undo = require_engine(training.model).plan, not training.config.plan.updates_in_backward
+    if not is_auto or is_over or not can_undo or LIMITS[plan.engine].why_not_call("replan", plan) is not None:
         return
     # Only rank 0 knows the prediction, and whether an earlier start has measured the plan.
     budget = exchange(_budget_to_probe(chosen))[0]
@@ -102,7 +102,7 @@ class _Probe:
     def _rehearse(self) -> int:
         """Run and undo the passes of the next step; return this rank's peak bytes."""
         training, model = self.training, self.training.model
-        require_engine(model).allocate_states(model, training.optimizer)
+        require_engine(model).allocate_states(training.optimizer)
         self._empty_cache()
         step = next_passes(training)
         passes = forwards(training, step.weights, step.batches)
@@ -150,7 +150,7 @@ class _Probe:
 
     def _why_fixed(self, plan: Plan) -> str:
         """Return the reason why the plan is not solved again; "" if it is."""
-        if trait := require_engine(self.training.model).fixed_by(self.training.model, plan):
+        if trait := require_engine(self.training.model).fixed_by(plan):
             return f"the plan stays, since it cannot change under a model with {trait}"
         # Less memory is free than the budget says: the solver could return the plan that ran out.
         if self.chosen.recorded("ran_out"):

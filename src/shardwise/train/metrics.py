@@ -21,8 +21,7 @@ from torch import Tensor
 
 from shardwise.comm.agreement import exchange
 from shardwise.files.atomic import atomic_write
-from shardwise.files.data_file import UnreadableFile, parse_json, read_content
-from shardwise.files.regular_file import open_to_append
+from shardwise.files.data_file import UnreadableFile, open_to_append, parse_json, read_content
 from shardwise.train.config_section import InvalidConfig
 
 # A line takes about 500 bytes.

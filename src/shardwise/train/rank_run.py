@@ -16,8 +16,8 @@ from shardwise.comm.join import Place, joined
 from shardwise.comm.rank_progress import PROGRESS
 from shardwise.comm.record_writer import RECORDS
 from shardwise.comm.step_flags import StepFlags
-from shardwise.engine.protocol import require_engine
 from shardwise.engine.random_states import restore_random_states
+from shardwise.engines import require_engine
 from shardwise.launch.failure import report, stalls_reported
 from shardwise.launch.folder_lock import locked
 from shardwise.recovery.memory_key import key_for
@@ -112,7 +112,7 @@ def _run(
         training = set_up(config, place=place)
         training.tell = partial(say, console)
         # `memory_handled` has everything that a prediction needs.
-        require_engine(training.model).omit_memory_advice(training.model)
+        require_engine(training.model).predict = None
         checkpoints = Checkpoints(
             place_of_checkpoints,
             keep=config.checkpoint.keep,

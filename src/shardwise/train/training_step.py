@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.engine.optimizer.scaler import GradScaler
-from shardwise.engine.protocol import require_engine
-from shardwise.engines import accumulate, clip_grad_norm_
+from shardwise.engines import accumulate, clip_grad_norm_, require_engine
 from shardwise.errors import InvalidData
 
 Pass = Callable[[], Tensor]

@@ -15,7 +15,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
 from shardwise.errors import InvalidModel
-from shardwise.plan.policy import Cut, UnitPolicy
+from shardwise.plan.patterns import Cut, UnitPolicy
 from shardwise.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
 from shardwise.spec.model import LARGE_ROOT_LAYER
 from shardwise.torch_internals.torch_private import BatchNorm

@@ -6,8 +6,16 @@ from typing import Any
 
 import pytest
 
-from shardwise.autopsy.findings import DISAGREE, FAILED, NO_RECORD, following, verdict
-from shardwise.autopsy.own_record import clear_records, path_of, read_record, write_record
+from shardwise.autopsy.findings import DISAGREE, FAILED, NO_RECORD, following, replaced, verdict
+from shardwise.autopsy.own_record import (
+    clear_records,
+    clear_restarts,
+    note_restart,
+    path_of,
+    read_record,
+    read_restarts,
+    write_record,
+)
 from shardwise.autopsy.record import GroupRecord, Issued, RankRecord
 from shardwise.autopsy.record_folder import read_records
 from shardwise.errors import InvalidData
@@ -56,6 +64,20 @@ def test_what_is_no_record_is_refused_in_one_line(content: bytes, tmp_path: Path
     with pytest.raises(InvalidData, match=r"autopsy-rank-0\.json is not a record of a rank") as refused:
         read_records(tmp_path)
     assert "\n" not in str(refused.value)
+
+
+def test_restarts_are_told_until_the_next_job_and_a_damaged_list_is_one_line(tmp_path: Path) -> None:
+    for number in (1, 2):
+        note_restart(tmp_path, rank=number, text=f"rank {number} failed")
+    assert read_restarts(tmp_path) == [(1, "rank 1 failed"), (2, "rank 2 failed")]
+    assert read_records(tmp_path) == []
+    assert [finding.ranks for finding in replaced(read_restarts(tmp_path))] == [(1,), (2,)]
+    (tmp_path / "autopsy-restarts.jsonl").write_text("{}\n")
+    with pytest.raises(InvalidData, match="is not a list of restarts"):
+        read_restarts(tmp_path)
+    clear_restarts(tmp_path)
+    with pytest.raises(InvalidData, match="holds no record of a collective"):
+        read_records(tmp_path)
 
 
 def test_a_rank_may_leave_a_record_and_a_dump_of_the_flight_recorder(tmp_path: Path) -> None:

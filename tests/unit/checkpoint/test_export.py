@@ -11,8 +11,8 @@ from torch import nn
 
 from shardwise.checkpoint import CheckpointError, Checkpoints, open_checkpoint
 from shardwise.checkpoint.export import export_weights, import_weights
+from shardwise.checkpoint.padded_rows import vocabularies
 from shardwise.errors import InvalidModel
-from shardwise.models.layers import vocabularies
 from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape, LlamaShape
 
@@ -27,8 +27,9 @@ def saved(folder: Path, model: nn.Module) -> Path:
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """By first names, as ties are exported, without the padding of vocabularies."""
-    rows, named = vocabularies(model), [*model.named_parameters(), *model.named_buffers()]
+    """By all names, as ties are exported, without the padding of vocabularies."""
+    rows = vocabularies(model)
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
     return {name: value.detach()[: rows[name]] if name in rows else value.detach() for name, value in named}
 
 
@@ -40,6 +41,23 @@ def test_one_file_is_read_by_safetensors_load_file(tmp_path: Path) -> None:
     model = nn.Sequential(build_model(GPT), nn.BatchNorm1d(3))
     (file,) = export_weights(saved(tmp_path, model), tmp_path / "out" / "weights.safetensors")
     assert equal(load_file(file), weights(model))
+
+
+def test_a_module_with_tied_weights_loads_the_export_by_all_of_its_names(tmp_path: Path) -> None:
+    def tied() -> nn.Module:
+        model = nn.ModuleDict({"embed": nn.Embedding(5, 3), "head": nn.Linear(3, 5, bias=False)})
+        model["head"].weight = model["embed"].weight
+        return model
+
+    model, again = tied(), tied()
+    (file,) = export_weights(saved(tmp_path, model), tmp_path / "weights.safetensors")
+    again.load_state_dict(load_file(file))
+    assert torch.equal(again["head"].weight, model["embed"].weight)
+    # A checkpoint made of the file knows the tie, also for a module without it.
+    imported = import_weights([file], tmp_path / "imported")
+    for other in (tied(), nn.ModuleDict({"embed": nn.Embedding(5, 3), "head": nn.Linear(3, 5, bias=False)})):
+        Checkpoints(tmp_path / "imported").load(open_checkpoint(imported), other)
+        assert torch.equal(other["head"].weight, model["embed"].weight)
 
 
 def test_several_files_and_their_index_hold_every_tensor_once(tmp_path: Path) -> None:

@@ -14,8 +14,7 @@ from shardwise.bench.results import Bench, Difference, Equivalence
 from shardwise.cli.app import main
 from shardwise.errors import InvalidCluster
 from shardwise.hardware import Cluster, device_of
-from shardwise.hardware.calibration import shipped_calibration
-from shardwise.hardware.host_speed import HostSpeed
+from shardwise.hardware.calibration import HostSpeed, shipped_calibration
 
 
 @pytest.fixture

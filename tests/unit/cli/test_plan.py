@@ -11,8 +11,7 @@ import pytest
 
 from shardwise.cli.app import main
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import STRATEGIES
+from shardwise.plan.placement import STRATEGIES, Mesh
 from shardwise.planner.search.auto import Solved
 from shardwise.planner.search.candidates import SpecFor, cost
 from shardwise.planner.search.request import AutoRequest
@@ -541,7 +540,7 @@ def test_auto_is_never_behind_a_row_of_the_table(
         found = cost(spec_for(plan), plan=plan, cluster=request.cluster, optimizer="adamw")
         return Solved(candidate=replace(found, label="auto"), num_replays=1)
 
-    monkeypatch.setattr("shardwise.planner.search.auto.solve_plan", slow)
+    monkeypatch.setattr("shardwise.planner.search.auto._solved", slow)
     *fixed, auto = as_json(capfd, *asked)["candidates"]
     assert auto["samples_per_s"] == max(one["samples_per_s"] for one in fixed)
     assert auto["strategy"] == "auto"

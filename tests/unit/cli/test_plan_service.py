@@ -110,6 +110,8 @@ def test_ways_out_are_settings_that_fit(service: PlanService) -> None:
         ({"devices": "/etc/passwd"}, "devices"),
         ({"model": "../../etc/passwd"}, "model = '../../etc/passwd'"),
         ({"model": "python:x.py:y"}, "is not a model of this page"),
+        ({"model": "hf:/nowhere/at/all"}, "/nowhere/at/all"),
+        ({"model": "hf:a\nb"}, "model = 'hf:a\\nb'"),
         ({"cluster": "own.toml"}, "expected"),
         ({"cluster": "8xcpu"}, "the page has no cpu"),
         ({"cluster": "9999x999xh200"}, "at most 65,536 devices"),

@@ -75,6 +75,13 @@ def test_host_memory_is_never_more_than_the_machine_has(host: str | None, has_ho
     assert kinds(found)[-1] != "gradients summed in bf16" or len(found) == 4
 
 
+def test_more_devices_with_states_in_host_memory_need_no_more_of_it_than_their_machines_have() -> None:
+    # 920 GiB, of which two of the listed machines' shares are 514.
+    first, *_ = ways("llama-3.1-70b", "1xh200", offload="states", micro_batch=1, recompute="full")
+    assert first.candidate.cluster.num_ranks == 4
+    assert first.candidate.node_host_bytes <= 4 * 257 * 2**30
+
+
 def test_lower_precision_of_reductions_is_last() -> None:
     found = ways("gpt2-1.5b", "1xl4", budget="13GiB", host_memory="0")
     assert "gradients summed in bf16" not in kinds(found)[:-1]

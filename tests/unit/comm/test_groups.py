@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from shardwise.comm.absent import absent_group
 from shardwise.comm.groups import MeshGroups, mesh_groups
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Mesh
 
 
 @contextmanager

@@ -93,8 +93,11 @@ def missed(*ranks: Standing) -> str:
 def test_a_call_that_another_rank_has_passed_by_is_named() -> None:
     assert missed(MEETS, GONE_ON) == (
         "rank 0 waits in state_dict, which needs all ranks, and rank 1 has gone on to gather blocks.1 (forward of step "
-        "4): call it on every rank"
+        "4): call it on every rank; where a rank's data end before those of others, use "
+        "`for batch in shardwise.join(model, loader):`"
     )
+    # Within a step, no loop has ended.
+    assert missed(replace(MEETS, phase="forward"), GONE_ON).endswith("call it on every rank")
     assert "rank 1 has ended" in missed(MEETS, replace(STOPPED, rank=1, left=True))
     assert "rank 1 waits in torch.distributed.barrier()" in missed(MEETS, replace(STOPPED, rank=1, in_barrier=True))
 

@@ -102,6 +102,18 @@ def test_text_is_encoded_by_bytes_or_by_a_tokenizer(tmp_path: Path) -> None:
         token_splits(f"text:{tmp_path / 'notes.txt'}", seq=8, vocab_size=256, tokenizer=tmp_path / "tokenizer.json")
 
 
+@pytest.mark.parametrize("reference", ["text:data/none", "tokens:data/none", "images:data/none"])
+def test_a_path_is_looked_up_from_the_working_directory_and_the_error_shows_where(
+    reference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidData, match=f"^{tmp_path}/data/none"):
+        if reference.startswith("images"):
+            image_splits(reference, image_size=8, num_channels=1, num_classes=10)
+        else:
+            token_splits(reference, seq=8, vocab_size=256)
+
+
 @pytest.mark.timeout(20)
 def test_text_that_is_no_regular_file_is_one_line(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.txt")

@@ -14,7 +14,7 @@ from shardwise.comm.collectives import Work, own_slice
 from shardwise.comm.groups import Group, MeshGroups
 from shardwise.engine.core.core_setting import CoreSetting
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Mesh
 from shardwise.spec import ROOT, ModelSpec, UnitSpec
 
 

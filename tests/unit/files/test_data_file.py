@@ -86,7 +86,6 @@ def test_an_object_in_several_places_counts_in_each() -> None:
 # What reads a content by itself, and why it may. Files that come from elsewhere are not among them.
 OWN_READERS = {
     "files/data_file.py": "is the reader",
-    "files/regular_file.py": "opens for it",
     "autopsy/flight_recorder.py": "pickles, whose instructions it checks first",
     "bench/worker.py": "values that ranks of one job put into its store",
     "checkpoint/disk.py": "opens to write and to sync",
@@ -106,7 +105,7 @@ OWN_READERS = {
     "hardware/sourced.py": "tables of this package",
     "launch/rank_files.py": "the ranks' logs, which the launcher has made",
     "launch/warm_process.py": "commands of the launcher",
-    "planner/overhead.py": "a table of this package",
+    "planner/engine_model.py": "a table of this package",
     "recovery/generation.py": "data of snapshots, mapped into memory",
     "recovery/memory_folder.py": "a folder that this user alone can write",
     "report/page/html_document.py": "texts of this package",

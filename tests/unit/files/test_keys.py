@@ -9,8 +9,7 @@ from shardwise.errors import InvalidPlan
 from shardwise.files.form import WrongForm
 from shardwise.files.keys import check_keys, documented, forms_of, key, object_of, reference, to_table
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import Placement
+from shardwise.plan.placement import Mesh, Placement
 from shardwise.train.config import SECTIONS
 
 

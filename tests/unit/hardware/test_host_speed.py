@@ -16,8 +16,14 @@ from shardwise.errors import InvalidCluster, InvalidData
 from shardwise.hardware import Cluster, Device, cluster_of, device_of
 from shardwise.hardware import host_here as here
 from shardwise.hardware.borrowed import host_factor, kernel_model_of
-from shardwise.hardware.calibration import Calibration, shipped_calibration
-from shardwise.hardware.host_speed import HostSpeed, engine_factor, read_host_speed, reference_host
+from shardwise.hardware.calibration import (
+    Calibration,
+    HostSpeed,
+    engine_factor,
+    read_host_speed,
+    reference_host,
+    shipped_calibration,
+)
 from shardwise.hardware.probe_host import probe_host, seconds_on_core
 from shardwise.models.reference import Model
 from shardwise.plan import Plan

@@ -9,8 +9,8 @@ from shardwise.errors import InvalidCluster, UnknownName
 from shardwise.hardware import KINDS, cluster_of, device_of
 from shardwise.hardware.borrowed import kernel_model_of
 from shardwise.hardware.calibration import shipped_calibration
+from shardwise.hardware.device import CURRENT, Software, presets, reaches, software_of
 from shardwise.hardware.kernel_model import Kernel, attention, product
-from shardwise.hardware.software import CURRENT, Software, presets, reaches, software_of
 
 H100, H200, A100, V100 = (device_of(name) for name in ("h100-80gb", "h200", "a100-80gb", "v100-32gb"))
 ATTENTION = attention("bf16", (64.0, 4096.0, 4096.0, 128.0), backward=True, num_flops=2.0**41, num_bytes=2.0**28)
@@ -83,7 +83,7 @@ def test_a_device_without_tf32_does_not_get_faster_by_allowing_it() -> None:
 
 
 def test_fused_attention_in_fp16_is_as_fast_as_in_bf16() -> None:
-    half = replace(ATTENTION, dtype="fp16")
+    half = ATTENTION._replace(dtype="fp16")
     assert kernel_model_of(A100).seconds(half) == pytest.approx(kernel_model_of(A100).seconds(ATTENTION), rel=0.03)
 
 

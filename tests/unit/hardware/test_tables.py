@@ -6,8 +6,7 @@ import pytest
 
 from shardwise.errors import InvalidCluster, UnknownName
 from shardwise.hardware import KINDS, Sourced, device_of, devices, link_of, links
-from shardwise.hardware.device import read_device
-from shardwise.hardware.link import port_of, read_link
+from shardwise.hardware.device import port_of, read_device, read_link
 
 WANTED = [
     "a100-40gb", "a100-80gb", "a100-40gb-pcie", "a100-80gb-pcie", "a800-80gb", "h100-80gb", "h100-80gb-pcie",

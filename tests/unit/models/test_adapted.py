@@ -3,8 +3,8 @@
 import pytest
 
 from shardwise.errors import InvalidModel, InvalidPlan, UnknownName
-from shardwise.models.adaptation import Adaptation, adaptation_of
 from shardwise.models.reference import Model
+from shardwise.models.specs.spec_request import Adaptation, adaptation_of
 from shardwise.plan import Plan
 from shardwise.planner.memory.peak import estimate
 from shardwise.spec import ModelSpec

@@ -16,8 +16,7 @@ from shardwise.models.specs import architecture
 from shardwise.models.specs.architecture import FOLDER, architecture_of, value_of
 from shardwise.plan import Plan
 from shardwise.spec import ROOT, ModelSpec
-from shardwise.spec.law import Law
-from shardwise.spec.step import Act, StepTrace, StorageEvent
+from shardwise.spec.step import Act, Law, StepTrace, StorageEvent
 
 # None of these is among the sizes that the laws were fitted to.
 SIZES = {

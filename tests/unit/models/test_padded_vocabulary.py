@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.checkpoint import Checkpoints, open_checkpoint
+from shardwise.checkpoint.padded_rows import vocabularies
 from shardwise.models.catalogue import CATALOGUE, shape_of
-from shardwise.models.layers import vocabularies
 from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape, LlamaShape
 from shardwise.models.tasks import classification_sums, cross_entropy, cross_entropy_of_tokens

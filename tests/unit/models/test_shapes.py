@@ -4,10 +4,9 @@ import pytest
 from whole import whole
 
 from shardwise.errors import UnknownName
-from shardwise.models.catalogue import CATALOGUE, shape_of
+from shardwise.models.catalogue import CATALOGUE, TRANSFORMERS_SHAPES, shape_of
 from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape, LlamaShape
-from shardwise.models.transformers_shapes import TRANSFORMERS_SHAPES
 
 # As published: GPT-2 and OPT checkpoints, Llama checkpoints, timm's ViT, torchvision's ResNet; MPT by
 # llm-foundry's training tables.

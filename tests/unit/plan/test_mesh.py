@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import InvalidPlan
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Mesh
 
 meshes = st.builds(Mesh, replicate=st.integers(1, 8), shard=st.integers(1, 8))
 

@@ -10,8 +10,7 @@ from plans import bad_plan_files, plans
 import shardwise
 from shardwise.errors import InvalidPlan
 from shardwise.plan import Plan, as_plan
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import STRATEGIES
+from shardwise.plan.placement import STRATEGIES, Mesh
 
 
 @given(plan=plans)

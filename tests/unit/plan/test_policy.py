@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import InvalidPlan
-from shardwise.plan.policy import Cut, UnitPolicy
+from shardwise.plan.patterns import Cut, UnitPolicy
 
 names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,8}", fullmatch=True)
 paths = st.lists(names, min_size=1, max_size=3).map(".".join)

@@ -10,7 +10,7 @@ from shardwise.errors import InvalidPlan
 from shardwise.hardware import cluster_of
 from shardwise.models.reference import Model
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Mesh
 from shardwise.planner.fold import cut, shorten
 from shardwise.planner.job import Job
 from shardwise.planner.memory.peak import estimate, job_of

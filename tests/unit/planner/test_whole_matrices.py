@@ -11,7 +11,7 @@ from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.hardware import cluster_of
 from shardwise.hardware.borrowed import kernel_model_of
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Mesh
 from shardwise.planner import estimate
 from shardwise.planner.job import Job
 from shardwise.planner.memory.peak import job_of

@@ -3,7 +3,7 @@
 from typing import Any
 
 from shardwise.profile.cuda_allocations import _allocations
-from shardwise.profile.memory_ledger import FOREVER, Allocation
+from shardwise.vocabulary.allocation import FOREVER, Allocation
 
 
 def event(action: str, address: int, size: int = 512) -> dict[str, Any]:

@@ -3,8 +3,7 @@
 from hypothesis import strategies as st
 
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import SHARDED, STRATEGIES
+from shardwise.plan.placement import SHARDED, STRATEGIES, Mesh
 from shardwise.spec import ANNOUNCED, NONE, ROOT, UNANNOUNCED, ModelSpec, TensorSpec, UnitSpec
 
 NAMES = ("a", "b", "c", "a.x", "a.y", "b.x", "a.x.deep", "d", "e")

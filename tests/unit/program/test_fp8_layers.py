@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shardwise.plan import Plan
-from shardwise.program.buffers import flat_specs, gather_bytes
-from shardwise.program.fp8_layers import linear_layers, why_not_fp8
+from shardwise.program.buffers import flat_specs, gather_bytes, linear_layers, why_not_fp8
 from shardwise.spec import TensorSpec, UnitSpec
 from shardwise.units import model_spec
 from shardwise.vocabulary.layout import ALIGNMENT, lay_out

@@ -6,8 +6,7 @@ import pytest
 
 from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES
-from shardwise.program.rules.host import has_states_on_host, overdue, saved_before
-from shardwise.program.rules.updates import is_in_backward, takes_grads
+from shardwise.program.rules.context import has_states_on_host, is_in_backward, overdue, saved_before, takes_grads
 
 
 @pytest.mark.parametrize(("most", "arrived"), [(0, [1, 2, 3]), (2, [1]), (3, [])])

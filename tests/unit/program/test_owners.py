@@ -9,7 +9,7 @@ from planned_specs import spec_for
 
 from shardwise.errors import InvalidPlan
 from shardwise.hardware import cluster_of
-from shardwise.models.specs.shipped import ready_spec
+from shardwise.models.specs.spec_store import ready_spec
 from shardwise.plan import Plan
 from shardwise.plan.patterns import short_patterns
 from shardwise.planner.memory.peak import job_of

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Mesh
 from shardwise.program import Kind, Operation, Trigger, build
 from shardwise.program.buffers import MOST_PIECES, PIECE_BYTES
 from shardwise.program.operations import ON_BUCKETS

@@ -4,7 +4,7 @@ import pytest
 
 from shardwise.plan import Plan
 from shardwise.program import Kind, Trigger, build
-from shardwise.program.rules import rules_of
+from shardwise.program.build import rules_of
 from shardwise.program.rules.ddp import DDP
 from shardwise.program.rules.fully_shard import FULLY_SHARD
 from shardwise.program.rules.ours import OURS

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.spec.law import Law, Line, fit
+from shardwise.spec.step import Law, Line, fit
 
 terms = st.tuples(*[st.integers(0, 10**9)] * 6)
 

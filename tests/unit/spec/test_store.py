@@ -8,7 +8,7 @@ import pytest
 from shardwise.errors import InvalidData
 from shardwise.models.catalogue import CATALOGUE
 from shardwise.models.make import build_model
-from shardwise.models.specs.shipped import FOLDER, ready_spec
+from shardwise.models.specs.spec_store import FOLDER, ready_spec
 from shardwise.spec.store import decode, encode, load_spec, save_spec
 
 

@@ -14,7 +14,7 @@ from shardwise.errors import InvalidModel
 from shardwise.models.llama import Llama
 from shardwise.models.shapes import GPTShape, LlamaShape
 from shardwise.models.specs.ship import make_ready_spec
-from shardwise.models.specs.shipped import ready_spec
+from shardwise.models.specs.spec_store import ready_spec
 from shardwise.models.tasks import Task, cross_entropy, cross_entropy_of_tokens, token_task
 from shardwise.spec import ROOT, ModelSpec
 from shardwise.spec.step import Act, StepTrace, What

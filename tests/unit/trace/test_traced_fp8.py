@@ -18,7 +18,7 @@ from shardwise.models.tasks import token_task
 from shardwise.plan import Plan
 from shardwise.planner.memory.peak import estimate
 from shardwise.planner.ways import fp8_traces, fp8_way
-from shardwise.program.fp8_layers import fp8_weight_names
+from shardwise.program.buffers import fp8_weight_names
 from shardwise.spec.step import GATHERED, ROWWISE, TENSORWISE
 from shardwise.trace.fp8 import fp8_layers
 from shardwise.units import model_spec

@@ -74,7 +74,9 @@ def test_steps_give_way_to_epochs_when_they_are_left_out(path: Path) -> None:
     assert (config.train.steps, config.train.epochs) == (None, 3)
 
 
-def test_a_plan_replaces_the_configs_then_the_strategy_then_settings(path: Path, tmp_path: Path) -> None:
+def test_a_plan_replaces_the_configs_then_the_strategy_then_settings(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = Plan(strategy="zero1", precision="bf16", micro_batch=7)
     plan.save(tmp_path / "plan.toml")
     assert load_config(path, plan=tmp_path / "plan.toml").plan == plan
@@ -82,6 +84,11 @@ def test_a_plan_replaces_the_configs_then_the_strategy_then_settings(path: Path,
     assert both.plan == Plan(strategy="ddp", precision="bf16", micro_batch=3)
     assert both.folder == Path("x")
     path.write_text(LEAST.replace("micro_batch = 2", 'file = "plan.toml"\nmicro_batch = 9'))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with pytest.raises(InvalidConfig, match=f"{tmp_path}/elsewhere/plan.toml"):
+        load_config(path)
+    monkeypatch.chdir(tmp_path)
     assert load_config(path).plan == Plan(strategy="zero1", precision="bf16", micro_batch=9)
 
 

@@ -6,11 +6,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from shardwise.errors import InvalidModel
-from shardwise.models.catalogue import CATALOGUE, shape_of
+from shardwise.models.catalogue import CATALOGUE, TRANSFORMERS_SHAPES, shape_of
 from shardwise.models.make import build_model
-from shardwise.models.transformers_shapes import TRANSFORMERS_SHAPES
 from shardwise.spec import ROOT
-from shardwise.spec.largest_unit import why_hardly_cut
+from shardwise.spec.model import why_hardly_cut
 from shardwise.units import model_spec, unit_modules
 
 

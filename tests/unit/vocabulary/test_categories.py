@@ -1,6 +1,6 @@
 from importlib.resources import files
 
-from shardwise.report.text.category_bars import LETTERS, STYLES
+from shardwise.report.text.plain_table import LETTERS, STYLES
 from shardwise.vocabulary.categories import CATEGORIES, HOST
 
 

@@ -25,7 +25,7 @@ from shardwise.engine.activations.recompute import checkpoint_of, is_recomputed,
 from shardwise.engine.activations.saved import Kept, SavedTensor, detach
 from shardwise.engine.core.parameters import unguarded
 from shardwise.engine.offload.transfer import Lane, lane_of
-from shardwise.program.rules.host import MOST_SAVED, overdue
+from shardwise.program.rules.context import MOST_SAVED, overdue
 from shardwise.torch_internals import torch_private
 
 # It is cheaper to keep smaller storages than to copy them.

@@ -12,7 +12,7 @@ class SavedTensor:
 
     @property
     def intact(self) -> bool:
-        """Whether the tensor was not modified since it was saved."""
+        """Return whether the tensor was not modified since it was saved."""
         raise NotImplementedError
 
     def tensor(self) -> Tensor:

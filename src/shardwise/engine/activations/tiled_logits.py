@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import register_pytree_node, tree_map_only
 
-from shardwise.program.hooks import announce_also
+from shardwise.engine.hooks.step_hooks import announce_also
 
 
 class Head(Protocol):

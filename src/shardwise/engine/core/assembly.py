@@ -17,10 +17,9 @@ from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.optimizer_slices import OptimizerSlices
 from shardwise.engine.core.unit import Unit
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import Placement
+from shardwise.plan.placement import Mesh, Placement
 from shardwise.program.buffers import FlatSpec, flat_specs
-from shardwise.program.rules.host import has_states_on_host
+from shardwise.program.rules.context import has_states_on_host
 from shardwise.units import cut_model
 
 

@@ -28,6 +28,7 @@ class ReduceBucket:
         self._reduces_slice = CollectiveName(f"{Kind.REDUCE_SLICE.value} {bucket.name}")
         self.units = units
         self._setting = setting
+        self._is_last = bucket.is_last
         self.sharded = units[0].placement.grads.is_sharded
         # Whether slices are summed over a second axis of the mesh too.
         self.crosses = self.sharded and self._setting.groups.replicate.size > 1
@@ -78,7 +79,7 @@ class ReduceBucket:
         for flat, segment in places:
             without = segment.take(flat, weight=weight)
             used = used.difference(without) if without else used
-        if weight and self.bucket.is_last:
+        if weight and self._is_last:
             # By what autograd left: it also comes to parameters for which an autograd.Function returned None.
             unit.note_used(used)
         self._setting.tape.record(Kind.TAKE_GRADS, taken_as)
@@ -160,9 +161,10 @@ class ReduceBucket:
             average = self._setting.gradient_memory.empty(
                 segment.name, size, dtype=flat.master_dtype, device=sums.device
             )
-        # A piece has its share of every part of the slice that a rank steps.
-        num_parts = size // flat.layout.slice_elements
-        part = average if piece is None else average.view(num_parts, -1)[:, piece.start : piece.stop]
+        part = average
+        if piece is not None:
+            # It has its share of every part of the slice that a rank steps.
+            part = average.view(size // flat.layout.slice_elements, -1)[:, piece.start : piece.stop]
         sums = sums.view(part.shape)
         if flat.master_dtype == segment.dtype:
             torch.mul(sums, self.scale, out=part)

@@ -1,6 +1,6 @@
 """The core: what happens in the steps of a model → the rows of its program.
 
-It listens to the model's hooks (program/hooks.py) and moves the cursor through the program (program/run.py), whose
+It listens to the model's hooks (hooks/step_hooks.py) and moves the cursor through the program (program/run.py), whose
 rows the executor does on tensors. Which program that is says followed_program.py.
 
 Guards, graphs of units, changes of the plan and the functions for a prepared model use its methods, those of its parts,
@@ -8,7 +8,6 @@ and the events (step_events.py).
 """
 
 import sys
-from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any
@@ -27,10 +26,9 @@ from shardwise.engine.core.second_order import leave_to_autograd
 from shardwise.engine.core.step_events import announce
 from shardwise.engine.core.step_state import Move, Phase, StepState
 from shardwise.engine.core.unit import Unit
-from shardwise.engine.fp8.layer_classes import multiply_in_fp8
+from shardwise.engine.hooks.step_hooks import StepHooks
 from shardwise.errors import ShardwiseError
 from shardwise.program import Trigger
-from shardwise.program.hooks import StepHooks
 from shardwise.spec import ROOT, UNANNOUNCED, ModelSpec
 from shardwise.torch_internals.torch_private import disable_dynamo
 
@@ -56,7 +54,6 @@ class Core:
         for unit in units.values():
             is_lent = unit.from_root and unit.sharded
             unit.listen(self.hooks.grads[unit], lend=partial(self._lend, unit) if is_lent else bool)
-        self._undo: list[Callable[[], None]] = []
 
     @property
     def flats(self) -> list[FlatParams]:
@@ -71,26 +68,9 @@ class Core:
     def attach(self) -> None:
         """Listen to the model."""
         self.hooks.handles.extend(attach_casts(self.model, plan=self.followed.plan))
-        self._multiply_in_fp8()
         self.hooks.attach()
         # After the hook that ends a forward in the usual way: then nothing is left to do.
         self.hooks.handles.append(self.model.register_forward_hook(self._leave_forward, always_call=True))
-
-    def _multiply_in_fp8(self) -> None:
-        gathered = {
-            flat.names[index]: (weight, self.executor.scales.inverses[flat.names[index]])
-            for flat in self.flats
-            if flat.full.fp8 is not None
-            for index, weight in flat.full.fp8.weights.items()
-        }
-        self._undo = multiply_in_fp8(self.model, spec=self.followed.spec, plan=self.followed.plan, gathered=gathered)
-
-    def detach(self) -> None:
-        """Listen to the model no more."""
-        self.hooks.detach()
-        for undo in self._undo:
-            undo()
-        self._undo = []
 
     # Another program
 

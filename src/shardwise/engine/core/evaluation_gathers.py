@@ -98,8 +98,9 @@ class EvaluationGathers:
         return True
 
     def _rescale(self) -> None:
-        """Take scales of weights that are gathered in fp8, if values were written since the last ones. Collective."""
-        if self._executor.scales.stale and self._context.scales:
+        """Take new scales for weights that are gathered in fewer bits, if values were written since. Collective."""
+        scales = self._executor.scales
+        if scales is not None and scales.stale and self._context.scales:
             with of_no_step(self._group.log):
                 self._run(rescaled(self._context))
 

@@ -10,12 +10,12 @@ from shardwise.engine.core.bucket import ReduceBucket
 from shardwise.engine.core.core_setting import CoreSetting
 from shardwise.engine.core.first_forward import FirstForward
 from shardwise.engine.core.flat import refresh
+from shardwise.engine.core.guests import Scales
 from shardwise.engine.core.segment import Segment
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.core.used import UsedFlags
-from shardwise.engine.fp8.fp8_scales import Fp8Scales
 from shardwise.program import Kind, Operation, Row, Trigger
-from shardwise.program.compiled_program import Action
+from shardwise.program.run import Action
 from shardwise.spec import ROOT
 
 MakeAction = Callable[[Operation], Action]
@@ -26,6 +26,7 @@ class EngineExecutor:
 
     serve        sees to it that a unit that computes is gathered
     first        while the order is learned: ranks agree on each gather
+    scales       of weights that are gathered in fewer bits; None: there are none
     """
 
     def __init__(
@@ -43,13 +44,16 @@ class EngineExecutor:
         self.tape, self._setting = setting.tape, setting
         self._others: dict[Kind, MakeAction] = {}
         self.first: FirstForward | None = None
-        self._cover_scales()
-        setting.events.values_written.append(lambda: self.scales.spoil())
+        self.scales: Scales | None = None
         self.hold_buckets(())
 
     def add(self, kind: Kind, make_action: MakeAction) -> None:
         """Run operations of a kind that the core does not know (matrices that go to their owners)."""
         self._others[kind] = make_action
+
+    def scale_by(self, scales: Scales) -> None:
+        """Gather some weights in fewer bits, by these scales."""
+        self.scales = scales
 
     def observe(self, first: FirstForward | None) -> None:
         """Have ranks agree on each gather of this forward; None: they follow the program."""
@@ -58,18 +62,8 @@ class EngineExecutor:
     def cover(self) -> None:
         """Have a flag and a scale for each parameter that the units hold now."""
         self.flags.cover()
-        self._cover_scales()
-
-    def _cover_scales(self) -> None:
-        flats = [flat for unit in self.units.values() for flat in unit.flats]
-        setting = self._setting
-        self.scales = Fp8Scales(
-            [(flat.names, flat.full.fp8) for flat in flats if flat.full.fp8 is not None],
-            group=setting.groups.gather,
-            collectives=setting.collectives,
-            device=setting.device,
-            record=setting.tape.record,
-        )
+        if self.scales is not None:
+            self.scales.cover()
 
     def hold_buckets(self, buckets: Iterable[ReduceBucket]) -> None:
         """Reduce gradients in these buckets from here on."""
@@ -120,6 +114,7 @@ class EngineExecutor:
     def _refresh_scales(self, *, is_local: bool) -> None:
         for unit in self.units.values():
             unit.wait_gather_slice()
+        assert self.scales is not None
         self.scales.refresh(is_local=is_local)
 
     def _gather(self, unit: Unit, operation: Operation, row: Row) -> Action:

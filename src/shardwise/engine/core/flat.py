@@ -19,10 +19,9 @@ from shardwise.comm.issued import CollectiveName
 from shardwise.engine.core.core_setting import CoreSetting
 from shardwise.engine.core.flat_gradients import Gradients
 from shardwise.engine.core.full_buffer import FullBuffer
-from shardwise.engine.core.host_states import HostMemory
+from shardwise.engine.core.guests import HostMemory
 from shardwise.engine.core.master import Master
 from shardwise.engine.core.precision import torch_dtype
-from shardwise.engine.fp8.fp8_bytes import Fp8Bytes
 from shardwise.plan.placement import Placement
 from shardwise.program.buffers import FlatSpec
 from shardwise.vocabulary.layout import ALIGNMENT
@@ -54,11 +53,14 @@ class FlatParams:
         axes = self.groups.gather.size * (self.groups.replicate.size if placement.optim.is_sharded_across else 1)
         self.layout = spec.layout(num_slices=axes, alignment=setting.alignment)
         sharded = placement.params.is_sharded
-        fp8 = None
+        narrow = None
         if spec.num_fp8 and sharded:
-            fp8 = Fp8Bytes(self.layout, num_fp8=spec.num_fp8, dtype=self.compute_dtype)
-        dtype, groups = self.compute_dtype, self.groups
-        self.full = FullBuffer(self.layout, dtype=dtype, sharded=sharded, device=self.device, groups=groups, fp8=fp8)
+            assert setting.narrow is not None, "the plan gathers weights in fp8"
+            narrow = setting.narrow(self.layout, num_fp8=spec.num_fp8, dtype=self.compute_dtype)
+        dtype, place = self.compute_dtype, self.device
+        self.full = FullBuffer(
+            self.layout, dtype=dtype, sharded=sharded, device=place, groups=self.groups, narrow=narrow
+        )
         if not sharded:
             self.full.lay_out()
         self.master = self._make_master(host)
@@ -112,9 +114,9 @@ class FlatParams:
         if self.full.views:
             return
         self.full.lay_out()
-        if self.full.fp8 is not None:
+        if self.full.narrow is not None:
             parts = self.layout.within(self.full.part(self.placement.params))
-            self.full.fp8.own(parts, own_full=self.full.own, staged=self.master.staged)
+            self.full.narrow.own(parts, own_full=self.full.own, staged=self.master.staged)
         self.full.free()
 
     def attach(self, index: int, parameter: nn.Parameter) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardwise.engine.core.full_buffer import FullBuffer, cut_pieces
 from shardwise.engine.core.master import Master, Owned
-from shardwise.engine.core.parameters import set_grad, take_off, unguarded
+from shardwise.engine.core.parameters import set_grad, unguarded
 from shardwise.plan.placement import Placement
 from shardwise.vocabulary.layout import BufferCut, cut_out
 
@@ -76,8 +76,7 @@ class Gradients:
 
     def hide(self) -> None:
         """Before backward: autograd must find no gradient, or it would add this rank's own to the average."""
-        with unguarded():
-            grads = take_off(self._params)
+        grads = self._taken_off()
         if self.shows:
             self.hidden = grads
         self._handed = []
@@ -89,13 +88,20 @@ class Gradients:
 
     def take_off(self) -> list[Tensor | None]:
         """Return this rank's gradients, which autograd has left at the parameters or which were handed over."""
-        with unguarded():
-            given = take_off(self._params)
+        given = self._taken_off()
         for gradients in self._handed:
             for index, gradient in gradients.items():
                 other = given[index]
                 # As autograd adds up what several uses of a parameter bring.
                 given[index] = gradient if other is None else other + gradient
+        return given
+
+    def _taken_off(self) -> list[Tensor | None]:
+        with unguarded():
+            given = [parameter.grad for parameter in self._params]
+            for parameter, grad in zip(self._params, given, strict=True):
+                if grad is not None:
+                    parameter.grad = None
         return given
 
     def release_handed(self) -> None:

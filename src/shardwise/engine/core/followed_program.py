@@ -28,7 +28,7 @@ class FollowedProgram:
     cursor           the place in the program; `evaluation`: in forwards that are no part of it
     seen             what the ranks saw in the first step; nothing until it is over
     any_sharded      whether parameters of any unit are sharded
-    limit_seconds    how long this rank waits for the others where it leaves the program
+    limit_seconds    how long this rank waits for the others where it leaves the program, or a user calls it alone
     """
 
     def __init__(self, units: dict[str, Unit], *, broadcast_buffers: Callable[[], None], setting: CoreSetting) -> None:
@@ -44,12 +44,12 @@ class FollowedProgram:
 
     @property
     def learned(self) -> bool:
-        """Whether the order of the units is known."""
+        """Return whether the order of the units is known."""
         return bool(self.seen)
 
     @property
     def generates_together(self) -> bool:
-        """Whether a rank that is done with its part of an evaluation has to continue until all ranks are."""
+        """Return whether a rank that is done with its part of an evaluation has to continue until all ranks are."""
         return self.any_sharded and self.evaluation.agreed is None
 
     def follow(self, spec: ModelSpec, *, plan: Plan) -> None:

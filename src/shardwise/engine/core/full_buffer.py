@@ -1,8 +1,8 @@
 """The full buffer: what modules compute with.
 
 Parameters are views of it, in the compute dtype. It is freed by resizing its storage to 0, so that what autograd saved
-of the parameters is valid again as soon as it is gathered again. Weights that are gathered in fp8 (fp8_bytes.py) are
-views of a full buffer of bytes.
+of the parameters is valid again as soon as it is gathered again. Weights that are gathered in
+fewer bits are views of a full buffer of bytes.
 """
 
 from collections.abc import Iterator
@@ -11,18 +11,16 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from shardwise.comm.collectives import Work
 from shardwise.comm.groups import MeshGroups
-from shardwise.engine.core.host_states import HostMemory
-from shardwise.engine.core.master import Master
-from shardwise.engine.fp8.fp8_bytes import Fp8Bytes
+from shardwise.engine.core.guests import HostMemory, NarrowBuffer
+from shardwise.engine.core.master import Gathered, Master
 from shardwise.plan.placement import SHARDED, Where
 from shardwise.vocabulary.layout import BufferCut, Layout
 
 _AT_ONCE: AbstractContextManager[None] = nullcontext()
 
 
-class FullBuffer:
+class FullBuffer(Gathered):
     """The parameters of one unit and one dtype, end to end.
 
     views       the parameters' places
@@ -39,19 +37,18 @@ class FullBuffer:
         sharded: bool,
         device: torch.device,
         groups: MeshGroups,
-        fp8: Fp8Bytes | None = None,
+        narrow: NarrowBuffer | None = None,
     ) -> None:
         self.sharded = sharded
-        self.fp8 = fp8
+        self.narrow = narrow
         self.layout, self._groups = layout, groups
         self._cut = layout.cut()
         # Empty until it is laid out.
-        self.buffer = torch.empty(0, dtype=torch.uint8 if fp8 else dtype, device=device)
+        self.buffer = torch.empty(0, dtype=torch.uint8 if narrow else dtype, device=device)
         self.views: list[Tensor] = []
         self.followed = False
         # A context in which its memory is always at one address; None: anywhere.
         self._slot: AbstractContextManager[None] | None = None
-        self.gathering: Work | None = None
 
     def lay_out(self) -> None:
         """Allocate it, and make the parameters' places in it."""
@@ -60,7 +57,7 @@ class FullBuffer:
         self._storage = self.buffer.untyped_storage()
         self.num_bytes = self._storage.nbytes()
         # Made while there is storage behind them: a view of freed storage can be kept, but not made.
-        self.views = self.views_of(self.buffer) if self.fp8 is None else self.fp8.lay_out(self.buffer)
+        self.views = self.views_of(self.buffer) if self.narrow is None else self.narrow.lay_out(self.buffer)
         self.own = self.buffer[self.part(SHARDED)]
         self.whole = True
 
@@ -111,24 +108,14 @@ class FullBuffer:
     def _loading(self, master: Master, host: HostMemory) -> Iterator[None]:
         with host.loading(after=master.update):
             yield
-        self.gathering = host.arrival(self.gathering, then=master.was_read)
+        self.begin(host.arrival(self.gathering, then=master.was_read))
 
     def load(self, master: Master) -> None:
         """Cast what this rank owns into its place."""
-        if self.fp8 is not None:
-            self.fp8.load_own()
+        if self.narrow is not None:
+            self.narrow.load_own()
         elif not master.aliased:
             self.own.copy_(master.staged, non_blocking=True)
-
-    def begin(self, gathering: Work) -> None:
-        """Wait for this gather, which was issued, before it is read."""
-        self.gathering = gathering
-
-    def wait(self) -> None:
-        """Wait for the gather; then it may be read."""
-        if self.gathering is not None:
-            self.gathering.wait()
-            self.gathering = None
 
     def free(self) -> None:
         """Give its memory back; its views stay and come back to life with the next gather."""
@@ -142,7 +129,7 @@ class FullBuffer:
         self.buffer = self.own = self.buffer.new_empty(0)
         self._storage = self.buffer.untyped_storage()
         self.views = []
-        self.fp8 = None
+        self.narrow = None
 
 
 def cut_pieces(buffer: Tensor, cut: BufferCut) -> list[Tensor]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.collectives import Work
-from shardwise.engine.core.host_states import HostMemory
+from shardwise.engine.core.guests import HostMemory
 from shardwise.engine.core.master_writes import MasterWrites
 from shardwise.engine.core.parameters import parameter_like
 
@@ -28,7 +28,26 @@ class Owned:
     stop: int
 
 
-class Master:
+class Gathered:
+    """What gathers write.
+
+    gathering   the gather that is under way; None: it may be read and written
+    """
+
+    gathering: Work | None = None
+
+    def begin(self, gathering: Work) -> None:
+        """Wait for this gather, which was issued, before it is read or written."""
+        self.gathering = gathering
+
+    def wait(self) -> None:
+        """Wait for the gather."""
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = None
+
+
+class Master(Gathered):
     """The master of the parameters of one unit and one dtype.
 
     aliased       an update of it is an update of the full buffer
@@ -58,7 +77,6 @@ class Master:
         self.host = host
         self.owned: list[Owned] = []
         self.writes = MasterWrites(values)
-        self.gathering: Work | None = None
         self.update: Any = None
         self.in_use: Sequence[Tensor] | None = None
 
@@ -98,7 +116,7 @@ class Master:
 
     @property
     def is_staged(self) -> bool:
-        """Whether gathers read a copy of it in another dtype."""
+        """Return whether gathers read a copy of it in another dtype."""
         return self._place is not self._values
 
     @property
@@ -111,21 +129,11 @@ class Master:
             with torch.no_grad():
                 self._place.copy_(self._values)
 
-    def begin(self, gathering: Work) -> None:
-        """Wait for this gather of the slice, which was issued, before that is read or written."""
-        self.gathering = gathering
-
-    def wait(self) -> None:
-        """Wait for the slice."""
-        if self.gathering is not None:
-            self.gathering.wait()
-            self.gathering = None
-
     # Updates that pass through the device (optimizer/streamed_update.py)
 
     @property
     def passes_through_device(self) -> bool:
-        """Whether it lives in host memory, and the device computes its update."""
+        """Return whether it lives in host memory, and the device computes its update."""
         return self.host is not None and self.host.keeps_grads
 
     def be_written_by(self, update: Any, *, reads: Sequence[Tensor] | None = None) -> None:

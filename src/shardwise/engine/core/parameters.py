@@ -37,12 +37,3 @@ def set_grad(parameter: nn.Parameter, grad: Tensor) -> None:
     data.__set__(parameter, grad)
     parameter.grad = grad
     data.__set__(parameter, there)
-
-
-def take_off(params: list[nn.Parameter]) -> list[Tensor | None]:
-    """Return what autograd has left at the parameters, and leave nothing there."""
-    given = [parameter.grad for parameter in params]
-    for parameter, grad in zip(params, given, strict=True):
-        if grad is not None:
-            parameter.grad = None
-    return given

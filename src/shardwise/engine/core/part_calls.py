@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from shardwise.engine.core.core import Core
-from shardwise.program.hooks import recomputing
+from shardwise.engine.hooks.step_hooks import recomputing
 
 
 class PartCalls:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from shardwise.comm.collectives import Work, own_slice
 from shardwise.comm.groups import Group
+from shardwise.engine.core.core_setting import GradientMemory
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.full_buffer import cut_pieces
-from shardwise.engine.core.gradient_memory import GradientMemory
 from shardwise.torch_internals import torch_private
 from shardwise.vocabulary.layout import BufferPiece
 

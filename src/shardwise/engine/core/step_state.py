@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from shardwise.engine.core import step_errors
+from shardwise.engine.hooks.step_hooks import recomputing
 from shardwise.errors import ShardwiseError
-from shardwise.program.hooks import recomputing
 
 
 class Phase(Enum):
@@ -53,7 +53,7 @@ class StepState:
 
     @property
     def is_in_step(self) -> bool:
-        """Whether a forward has run whose backward is not over."""
+        """Return whether a forward has run whose backward is not over."""
         return self.phase is Phase.BACKWARD or self.forwards > 0
 
     def after(self, move: Move) -> "StepState":

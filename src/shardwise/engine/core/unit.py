@@ -18,9 +18,9 @@ from shardwise.engine.core.step_errors import (
     thawed_without_master,
 )
 from shardwise.engine.core.step_events import announce
+from shardwise.engine.hooks.step_hooks import UnitGrads
 from shardwise.plan.placement import Placement
 from shardwise.program import Kind
-from shardwise.program.hooks import UnitGrads
 
 
 class Unit:
@@ -70,13 +70,13 @@ class Unit:
 
     @property
     def updates_parts(self) -> bool:
-        """Whether ranks update parts of what each of them holds, so that the others' are gathered after the update."""
+        """Return whether a rank updates a part of what it holds, so that the rest is gathered after the update."""
         optim = self.placement.optim
         return optim.is_sharded_across or (optim.is_sharded and not self.sharded)
 
     @property
     def from_root(self) -> bool:
-        """Whether it was taken out of the root, and is read where the root is (spec.UnitSpec)."""
+        """Return whether it was taken out of the root, and is read where the root is (spec.UnitSpec)."""
         return self._setting.spec.unit(self.name).from_root
 
     @property

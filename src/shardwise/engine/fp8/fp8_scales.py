@@ -5,14 +5,12 @@ all weights together. Rounding is monotonic: the maximum of the bf16 values is t
 that the scale is the one that a layer would compute from the whole bf16 weight.
 """
 
-from collections.abc import Callable, Sequence
-
 import torch
 from torch import Tensor
 
-from shardwise.comm.collectives import Collectives, own_slice
-from shardwise.comm.groups import Group
+from shardwise.comm.collectives import own_slice
 from shardwise.comm.issued import CollectiveName
+from shardwise.engine.core.core import Core
 from shardwise.engine.fp8.casts import E4M3, scale_of
 from shardwise.engine.fp8.fp8_bytes import Fp8Bytes
 from shardwise.program import Kind
@@ -25,24 +23,28 @@ _NAME = CollectiveName(f"{Kind.GATHER_SCALES.value} {ROOT}")
 
 
 class Fp8Scales:
-    """The scales of all weights of a model that are gathered in fp8, in buffers of (names, bytes).
+    """The scales of all weights of a model that are gathered in fp8. The core's executor refreshes them.
 
     stale      values were written since the scales were last refreshed
     inverses   name of a weight → the inverse of its scale, always in the same memory
     """
 
-    def __init__(
-        self,
-        buffers: Sequence[tuple[Sequence[str], Fp8Bytes]],
-        *,
-        group: Group,
-        collectives: Collectives,
-        device: torch.device,
-        record: Callable[[Kind, str, Callable[[], int]], None],
-    ) -> None:
-        self._group, self._collectives, self._record = group, collectives, record
+    def __init__(self, core: Core) -> None:
+        setting = self._setting = core.setting
+        self._core, self._group, self._collectives = core, setting.groups.gather, setting.collectives
+        self.cover()
+        setting.events.values_written.append(self._spoil)
+        core.executor.scale_by(self)
+
+    def buffers(self) -> list[tuple[list[str], Fp8Bytes]]:
+        """Return the buffers with such weights, and the names of their parameters."""
+        return [(flat.names, flat.full.narrow) for flat in self._core.flats if isinstance(flat.full.narrow, Fp8Bytes)]
+
+    def cover(self) -> None:
+        """Have a scale for each of the weights that the units hold now."""
         self.stale = True
         self.inverses: dict[str, Tensor] = {}
+        buffers, device = self.buffers(), self._setting.device
         weights = [(names[index], fp8, index) for names, fp8 in buffers for index in fp8.weights]
         self._num_weights = len(weights)
         if not weights:
@@ -67,8 +69,7 @@ class Fp8Scales:
                 owners.append(numbers[id(fp8), index])
         self._owners = torch.tensor(owners, dtype=torch.int64, device=device)
 
-    def spoil(self) -> None:
-        """Values were written: the scales are to be refreshed."""
+    def _spoil(self) -> None:
         self.stale = True
 
     def refresh(self, *, is_local: bool) -> None:
@@ -94,4 +95,4 @@ class Fp8Scales:
         self._scales.copy_(scales)
         self._inverses.copy_(inverses)
         self.stale = False
-        self._record(Kind.GATHER_SCALES, ROOT, lambda: self._scales.nbytes)
+        self._setting.tape.record(Kind.GATHER_SCALES, ROOT, lambda: self._scales.nbytes)

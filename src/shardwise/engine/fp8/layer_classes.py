@@ -1,16 +1,16 @@
 """A model's linear layers → fp8 layers, and back; and the plans that have none."""
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.engine.core.core import Core
+from shardwise.engine.fp8.fp8_scales import Fp8Scales
 from shardwise.engine.fp8.linear import Fp8Linear, GatheredLinear, RowwiseLinear, TensorwiseLinear, fp8_class
 from shardwise.errors import InvalidPlan
 from shardwise.plan import Plan
-from shardwise.program.fp8_layers import linear_layers, why_no_layer
+from shardwise.program.buffers import linear_layers, why_no_layer
 from shardwise.spec import ModelSpec
 
 LEAST_CAPABILITY = (8, 9)
@@ -33,36 +33,45 @@ def check_fp8(plan: Plan, *, spec: ModelSpec, device: torch.device) -> None:
         raise InvalidPlan(why)
 
 
-def fp8_modules(model: nn.Module, *, spec: ModelSpec, plan: Plan) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield (name of the weight, module) of each layer that multiplies in fp8."""
+def multiply_in_fp8(core: Core) -> list["_Switched"]:
+    """Let the layers of a core's plan multiply in fp8; return the handles that undo it."""
+    model, plan = core.model, core.followed.plan
     if not plan.has_fp8:
-        return
-    for layer in linear_layers(spec, plan=plan):
+        return []
+    scales = core.executor.scales
+    if not isinstance(scales, Fp8Scales):
+        scales = Fp8Scales(core)
+    gathered = {
+        names[index]: (weight, scales.inverses[names[index]])
+        for names, buffer in scales.buffers()
+        for index, weight in buffer.weights.items()
+    }
+    switched = []
+    for layer in linear_layers(core.followed.spec, plan=plan):
+        name = layer.weight.name
         if not layer.why_not:
-            module = model.get_submodule(layer.weight.name.rpartition(".")[0])
+            module = model.get_submodule(name.rpartition(".")[0])
             assert isinstance(module, nn.Linear)
-            yield layer.weight.name, module
+            base: Any = GatheredLinear if name in gathered else _LINEARS[plan.fp8_recipe]
+            switched.append(_Switched(module, base, gathered.get(name)))
+    return switched
 
 
-def multiply_in_fp8(
-    model: nn.Module, *, spec: ModelSpec, plan: Plan, gathered: Mapping[str, tuple[Tensor, Tensor]]
-) -> list[Callable[[], None]]:
-    """Let the plan's layers multiply in fp8; return the functions that undo it.
+class _Switched:
+    """A layer that multiplies in fp8. Ends like a hook.
 
-    gathered   name of a weight that is gathered in fp8 → its values, and the inverse of their scale
+    gathered   the values of its weight, if they are gathered in fp8, and the inverse of their scale
     """
-    undo: list[Callable[[], None]] = []
-    for name, module in fp8_modules(model, spec=spec, plan=plan):
+
+    def __init__(self, module: nn.Linear, base: Any, gathered: tuple[Tensor, Tensor] | None) -> None:
+        self.id = -1
         own: Any = type(module)
-        base: Any = GatheredLinear if name in gathered else _LINEARS[plan.fp8_recipe]
+        self._module, self._own = module, own
         module.__class__ = fp8_class(own, base=base)
-        if name in gathered:
-            vars(module)["fp8_weight"], vars(module)["fp8_inverse"] = gathered[name]
-        undo.append(partial(_undo, module, own))
-    return undo
+        if gathered is not None:
+            vars(module)["fp8_weight"], vars(module)["fp8_inverse"] = gathered
 
-
-def _undo(module: nn.Linear, own: type[nn.Linear]) -> None:
-    module.__class__ = own
-    for name in ("fp8_weight", "fp8_inverse"):
-        vars(module).pop(name, None)
+    def remove(self) -> None:
+        self._module.__class__ = self._own
+        for name in ("fp8_weight", "fp8_inverse"):
+            vars(self._module).pop(name, None)

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from shardwise.engine.fp8.casts import E4M3, E5M2, Fp8Values, cast, cast_by, reciprocal
 from shardwise.errors import ShardwiseError
-from shardwise.program.fp8_layers import MULTIPLE
+from shardwise.program.buffers import MULTIPLE
 
 
 def product(left: Fp8Values, right: Fp8Values, *, dtype: torch.dtype, fast: bool = False) -> Tensor:

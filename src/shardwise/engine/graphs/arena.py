@@ -40,7 +40,7 @@ class ObservedMemory:
 
     @property
     def places_gradients(self) -> bool:
-        """Whether gradients take the place of activations in the memory of graphs.
+        """Return whether gradients take the place of activations in the memory of graphs.
 
         Where units keep less than that, ordinary memory has more room: that of logits, which the loss has left.
         """
@@ -76,7 +76,7 @@ class Arena:
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether gradients lie where its graphs write."""
+        """Return whether gradients lie where its graphs write."""
         return self.current is not None and self.current.holds_gradients
 
     def begin_recording(self, observed: ObservedMemory, *, trains: bool, size: int, largest: int) -> RecordedPass:

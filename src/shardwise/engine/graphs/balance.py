@@ -57,5 +57,5 @@ class Balance:
 
     @property
     def pays(self) -> bool:
-        """Whether recordings were repaid often enough for another one."""
+        """Return whether recordings were repaid often enough for another one."""
         return self._owed < _MOST_OWED

@@ -68,7 +68,7 @@ class _Memset(Structure):
 
     @property
     def is_small(self) -> bool:
-        """Whether it is one row of complete words, up to _MOST_BYTES."""
+        """Return whether it is one row of complete words, up to _MOST_BYTES."""
         is_of_words = self.place % _WORD == self.num_bytes % _WORD == 0
         return bool(is_of_words and self.height == 1 and 0 < self.num_bytes <= _MOST_BYTES)
 

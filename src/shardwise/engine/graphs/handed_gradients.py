@@ -2,7 +2,7 @@
 
 Otherwise each gradient is made a tensor that may be held, given to a node of autograd, and taken off its parameter. The
 nodes still run, without a gradient: each comes after everything that uses its parameter, so its hook
-(program/hooks.py) tells when the unit is complete, and what other uses have brought lies in `p.grad` by then and is
+(hooks/step_hooks.py) tells when the unit is complete, and what other uses have brought lies in `p.grad` by then and is
 added (Gradients.take_off).
 A gradient goes by its node where somebody else could see the difference: a hook on the parameter or on the node, or a
 backward that asks for certain gradients.
@@ -19,7 +19,7 @@ from torch import Tensor
 from shardwise.engine.core.flat_gradients import Gradients
 from shardwise.engine.core.parameters import unguarded
 from shardwise.engine.graphs.static_place import StaticPlace
-from shardwise.program.hooks import UnitGrads
+from shardwise.engine.hooks.step_hooks import UnitGrads
 from shardwise.torch_internals import torch_private
 
 Edges = Sequence[tuple[Any, int]]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.program.hooks import recomputing, transforming
+from shardwise.engine.hooks.step_hooks import recomputing, transforming
 from shardwise.torch_internals import torch_private
 
 # Flags; a number may be that of the step.

@@ -106,7 +106,7 @@ class RecordedPass:
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether gradients lie where its graphs write."""
+        """Return whether gradients lie where its graphs write."""
         return any(gradient.place.is_lent for gradient in self._gradients.values())
 
     def is_over(self) -> bool:

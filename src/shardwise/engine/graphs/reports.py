@@ -1,9 +1,10 @@
 """Lines that tell the user which units run as CUDA graphs, each once."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from shardwise.engine.graphs.traced_unit import TracedUnit
-from shardwise.engine.protocol import Tell
+
+Tell = Callable[[str], None]
 
 
 class Reports:

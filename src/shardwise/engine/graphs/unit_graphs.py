@@ -35,13 +35,12 @@ from shardwise.engine.graphs.graph_device import FULL, CudaGraphs, GraphDevice
 from shardwise.engine.graphs.graph_pool import why_no_pool
 from shardwise.engine.graphs.pass_form import num_elements, shapes_of
 from shardwise.engine.graphs.recorded_pass import RecordedPass
-from shardwise.engine.graphs.reports import Reports
+from shardwise.engine.graphs.reports import Reports, Tell
 from shardwise.engine.graphs.slots import Slots
 from shardwise.engine.graphs.traced_unit import TracedUnit, traced_unit
 from shardwise.engine.graphs.tracer import Tracer
 from shardwise.engine.graphs.unit_calls import Mode, UnitCalls
 from shardwise.engine.optimizer.allocate import move_states
-from shardwise.engine.protocol import Tell
 from shardwise.spec import ROOT, ModelSpec
 from shardwise.vocabulary.tested_versions import installed_torch, untested_torch
 

@@ -15,13 +15,14 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from shardwise.comm.agreement import exchange
 from shardwise.comm.allocator_settings import allocator_settings
-from shardwise.engine.guards.carried import describe_carried, is_packed
+from shardwise.engine.guards.carried import describe_carried
 from shardwise.errors import InvalidModel
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Mesh
 from shardwise.spec import ModelSpec
-from shardwise.spec.largest_unit import why_hardly_cut
+from shardwise.spec.model import why_hardly_cut
 from shardwise.torch_internals.torch_private import BatchNorm
+from shardwise.units.carried_tensors import is_packed
 from shardwise.units.scripted import class_name, scripted_around
 from shardwise.vocabulary.dtypes import compute_dtype, master_dtype
 

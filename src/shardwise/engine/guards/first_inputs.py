@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.agreement import exchange
-from shardwise.program.hooks import transforming
+from shardwise.engine.hooks.step_hooks import transforming
 from shardwise.torch_internals.torch_private import disable_dynamo
 from shardwise.units import called_modules
 

@@ -14,8 +14,7 @@ from shardwise.engine.guards.first_inputs import FirstInputs
 from shardwise.engine.guards.managed import ManagedParameters
 from shardwise.engine.guards.refuse import refuse_wrappers
 from shardwise.engine.guards.replicas import Replicas
-from shardwise.engine.guards.same_options import OptimizerOptions
-from shardwise.engine.guards.same_order import SameOrder
+from shardwise.engine.guards.same_order import OptimizerOptions, SameOrder
 
 
 class Guards:
@@ -29,6 +28,7 @@ class Guards:
 
     def __init__(self, core: Core, *, inputs: FirstInputs, options: OptimizerOptions, compare_every: int) -> None:
         self._core, self._compare_every = core, compare_every
+        self._updates_in_backward = core.followed.plan.updates_in_backward
         refuse_wrappers(core.model)
         self.inputs, self.options = inputs, options
         self.same_order = SameOrder(groups=core.setting.groups, options=options)
@@ -75,7 +75,7 @@ class Guards:
 
     def _begin_pass(self, learned: bool) -> None:
         self.detach()
-        if self._core.followed.plan.updates_in_backward:
+        if self._updates_in_backward:
             # Backward updates, before the optimizer's step would do this.
             self.managed.put_back()
         self.managed.check(thorough=not learned)

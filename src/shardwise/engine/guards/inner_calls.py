@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shardwise.engine.core.core import Core
-from shardwise.program.hooks import recomputing
+from shardwise.engine.hooks.step_hooks import recomputing
 from shardwise.spec import ROOT
 from shardwise.torch_internals.torch_private import disable_dynamo
 from shardwise.units import called_modules

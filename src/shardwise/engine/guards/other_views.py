@@ -21,8 +21,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from shardwise.engine.core.parameters import unguarded
+from shardwise.engine.hooks.left_tensors import PLAIN
 from shardwise.errors import InvalidModel
-from shardwise.program.left_tensors import PLAIN
 from shardwise.torch_internals.torch_private import is_traceable_wrapper_subclass
 from shardwise.units.scripted import is_scripted, tensor_attributes
 

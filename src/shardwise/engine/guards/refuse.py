@@ -14,8 +14,8 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parameter import is_lazy
 
 from shardwise.comm.dtensor import dtensor_types
+from shardwise.engine.carry import find_engine
 from shardwise.engine.guards.description import check_precision
-from shardwise.engine.protocol import find_engine
 from shardwise.errors import InvalidModel
 from shardwise.plan import Plan
 from shardwise.torch_internals.torch_private import is_traceable_wrapper_subclass
@@ -94,7 +94,7 @@ def check_tensor(name: str, tensor: torch.Tensor, *, can_be_taken_apart: bool = 
 
 def _is_prepared(module: nn.Module) -> bool:
     engine = find_engine(module)
-    return engine is not None and engine.plan_of(module).engine == "shardwise"
+    return engine is not None and engine.plan.engine == "shardwise"
 
 
 def _wrappers() -> tuple[type[Any], ...]:

@@ -7,9 +7,8 @@ import torch
 from shardwise.errors import InvalidPlan
 from shardwise.hardware.host_memory import free_host_bytes
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import Placement
-from shardwise.program.rules.host import has_states_on_host
+from shardwise.plan.placement import Mesh, Placement
+from shardwise.program.rules.context import has_states_on_host
 from shardwise.spec import ModelSpec
 from shardwise.vocabulary.dtypes import BYTES_PER_ELEMENT, PRECISIONS
 from shardwise.vocabulary.quantities import bytes_text

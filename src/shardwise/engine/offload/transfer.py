@@ -14,7 +14,7 @@ from torch import Tensor
 from shardwise.comm.collectives import DONE, Work
 from shardwise.engine.offload.pinned import PinnedPool, pinned_zeros
 from shardwise.plan import Plan
-from shardwise.program.rules.host import MOST_GRADS, overdue
+from shardwise.program.rules.context import MOST_GRADS, overdue
 
 
 class Lane(Protocol):

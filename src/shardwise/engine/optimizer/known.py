@@ -1,7 +1,7 @@
 """Decides which optimizers can step slices, and describes optimizers so that ranks can compare theirs."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -50,12 +50,7 @@ def check_optimizer(optimizer: Optimizer, *, stepped: Mapping[int, Stepped]) -> 
 
     And one that cannot step the gradients that it will get.
     """
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        if id(parameter) not in stepped:
-            raise InvalidPlan(
-                f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the model's: "
-                "give it an optimizer of its own"
-            )
+    check_parameters(optimizer, known=stepped)
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise InvalidPlan(
             f"{name_of(optimizer)} was made without torch.optim.Optimizer.__init__: if it is around another optimizer "
@@ -76,6 +71,16 @@ def check_optimizer(optimizer: Optimizer, *, stepped: Mapping[int, Stepped]) -> 
             raise InvalidPlan(
                 f"{name_of(optimizer)} made its state when it was made, on the meta device, where it has no values: "
                 "make it after shardwise.prepare"
+            )
+
+
+def check_parameters(optimizer: Optimizer, *, known: Container[int]) -> None:
+    """Refuse an optimizer of other parameters than the model's (`known`, by id)."""
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if id(parameter) not in known:
+            raise InvalidPlan(
+                f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the model's: "
+                "give it an optimizer of its own"
             )
 
 

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.comm.agreement import agree, meet
-from shardwise.engine.core.closure import StepClosure
 from shardwise.engine.core.core import Core
 from shardwise.engine.core.edited_values import editing
 from shardwise.engine.core.flat import FlatParams
-from shardwise.engine.core.optimizer_slices import OptimizerSlices
+from shardwise.engine.core.optimizer_slices import OptimizerSlices, StepClosure
 from shardwise.engine.core.step_errors import not_reduced_yet
 from shardwise.engine.optimizer.allocate import suit_devices
 from shardwise.engine.optimizer.backward_update import BackwardUpdate
@@ -46,16 +45,14 @@ from shardwise.plan.patterns import short_patterns
 class OwnedParameters(OptimizerSlices):
     """The optimizers of a prepared model.
 
-    matrices        the parameters that are stepped unsharded
-    numbers         each optimizer's number, in the order in which all ranks have adopted them
-    limit_seconds   limit of a rank's wait for the others in a state_dict
+    matrices   the parameters that are stepped unsharded
+    numbers    each optimizer's number, in the order in which all ranks have adopted them
     """
 
     def __init__(self, core: Core, *, any_optimizer: bool) -> None:
         super().__init__(core)
         self.matrices = OwnedMatrices(core)
         self._update_apart(core)
-        self.limit_seconds = 60.0
         self.numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._num_adopted = 0
         self._stepped: dict[int, Stepped] = {}
@@ -286,7 +283,7 @@ class OwnedParameters(OptimizerSlices):
         optimizer = held()
         assert optimizer is not None
         if any(flat.placement.optim.is_sharded for flat in self.core.flats):
-            meet("optimizer.state_dict", limit_seconds=self.limit_seconds)
+            meet("optimizer.state_dict", limit_seconds=self.core.followed.limit_seconds)
         self.streamed.settle()
         states = unsharded_states(optimizer, flats=self.core.flats, matrices=self.matrices.of(optimizer))
         return numbered_state(optimizer, states=states, names=self.group_names[optimizer])
@@ -305,11 +302,14 @@ class OwnedParameters(OptimizerSlices):
         assert optimizer is not None
         if self._steps_slices[optimizer] and called_by_torchs():
             raise foreign_scaler()
-        self.matrices.begin_step(optimizer)
+        if self.core.followed.plan.owned:
+            self.matrices.begin_step(optimizer)
         super().before_step(optimizer)
-        self.streamed.begin_step(optimizer)
+        if self.core.setting.host is not None:
+            self.streamed.begin_step(optimizer)
 
     def _end_step(self, optimizer: Optimizer, closure: StepClosure) -> None:
-        self.streamed.end_step(optimizer)
-        self.streamed.release_first_states()
+        if self.core.setting.host is not None:
+            self.streamed.end_step(optimizer)
+            self.streamed.release_first_states()
         super()._end_step(optimizer, closure)

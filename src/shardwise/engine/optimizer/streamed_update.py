@@ -26,7 +26,7 @@ from shardwise.engine.optimizer.update_chunks import ChunkSlot, Piece, UpdateStr
 from shardwise.errors import InvalidPlan
 from shardwise.plan import Plan
 from shardwise.program.chunks import CHUNK_ELEMENTS, NUM_SLOTS
-from shardwise.program.rules.host import MOST_GRADS, overdue
+from shardwise.program.rules.context import MOST_GRADS, overdue
 
 # Slots keep what the first step made until the second uses them again.
 _STEPS_THAT_MAKE = 2

@@ -17,7 +17,7 @@ from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.parameters import unguarded
 from shardwise.engine.core.step_events import announce
 from shardwise.engine.core.unit import Unit
-from shardwise.engine.engine import Engine, engine_of
+from shardwise.engine.engine import EngineParts, engine_of
 from shardwise.engine.guards.description import check_precision, describe
 from shardwise.engine.guards.guard import wake
 from shardwise.engine.guards.refuse import check_tensor
@@ -59,7 +59,7 @@ def extend(model: nn.Module) -> None:
         engine.graphs.renew()
 
 
-def _description(model: nn.Module, engine: Engine) -> str:
+def _description(model: nn.Module, engine: EngineParts) -> str:
     """Return the description that ranks compare. Raises if the model cannot be extended, before it is changed."""
     plan, known = engine.core.followed.plan, _known(engine)
     if engine.averages:
@@ -83,11 +83,11 @@ def _description(model: nn.Module, engine: Engine) -> str:
     return describe(model, spec=_spec_now(model, engine), plan=plan)
 
 
-def _known(engine: Engine) -> dict[int, tuple[FlatParams, int]]:
+def _known(engine: EngineParts) -> dict[int, tuple[FlatParams, int]]:
     return {id(parameter): (flat, index) for flat in engine.core.flats for index, parameter in enumerate(flat.params)}
 
 
-def _spec_now(model: nn.Module, engine: Engine) -> ModelSpec:
+def _spec_now(model: nn.Module, engine: EngineParts) -> ModelSpec:
     """Return the spec of the changed model; known parameters keep theirs, except for their names."""
     before = engine.core.followed.spec
     known, by_name = _known(engine), {param.name: param for unit in before.units for param in unit.params}
@@ -117,7 +117,7 @@ def _spec_now(model: nn.Module, engine: Engine) -> ModelSpec:
 class _Extension:
     """One change of a model."""
 
-    def __init__(self, model: nn.Module, engine: Engine, *, spec: ModelSpec) -> None:
+    def __init__(self, model: nn.Module, engine: EngineParts, *, spec: ModelSpec) -> None:
         self._model, self._engine, self._spec = model, engine, spec
         self._parameters = dict(model.named_parameters())
         self._known = _known(engine)
@@ -132,7 +132,7 @@ class _Extension:
     @torch.no_grad()
     def run(self) -> None:
         engine, core = self._engine, self._engine.core
-        core.detach()
+        core.hooks.detach()
         engine.guards.detach()
         for handle in engine.handles:
             handle.remove()

@@ -21,10 +21,10 @@ from shardwise.engine.core.edited_values import distribute
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.step_events import announce
 from shardwise.engine.core.unit import Unit
-from shardwise.engine.engine import Engine
-from shardwise.engine.guards.guard import wake
+from shardwise.engine.engine import EngineParts
+from shardwise.engine.fp8.fp8_bytes import Fp8Bytes
+from shardwise.engine.guards.guard import guard_units, wake
 from shardwise.engine.guards.guards import Guards
-from shardwise.engine.guards.resting_units import guard_units
 from shardwise.engine.last_issued import write_records_of
 from shardwise.engine.offload.host_room import check_host_room, host_bytes
 from shardwise.engine.offload.transfer import host_copies
@@ -33,8 +33,7 @@ from shardwise.engine.optimizer.streamed_update import check_streamed
 from shardwise.engine.plan_change.reshard import StatesAndGrads, move, states_and_grads
 from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import Placement
+from shardwise.plan.placement import Mesh, Placement
 from shardwise.spec import UnitSpec
 from shardwise.vocabulary.layout import ALIGNMENT
 
@@ -55,7 +54,7 @@ _FIXED = (
 _WHAT = "shardwise.replan"
 
 
-def replan(engine: Engine, model: nn.Module, plan: Plan) -> None:
+def replan(engine: EngineParts, plan: Plan) -> None:
     """Change the plan of a prepared model between two steps, without a checkpoint. Collective.
 
         shardwise.replan(model, Plan(strategy="fsdp"))      # on every rank; the loop continues as it was
@@ -65,7 +64,7 @@ def replan(engine: Engine, model: nn.Module, plan: Plan) -> None:
     unit by unit: a rank holds no more than the larger of both plans and one unit. Training continues bit for bit as if
     it had been saved under the old plan and resumed under the new one.
     """
-    meet(_WHAT, limit_seconds=engine.limit_seconds)
+    meet(_WHAT, limit_seconds=engine.core.followed.limit_seconds)
     mesh = plan.mesh or Mesh(shard=dist.get_world_size())
     agree(lambda: _checked(engine, plan=plan, mesh=mesh), what="plans")
     if plan == engine.core.followed.plan:
@@ -77,22 +76,23 @@ def replan(engine: Engine, model: nn.Module, plan: Plan) -> None:
         collectives=engine.core.setting.collectives,
         device=engine.device,
         host=host_copies(plan, device=engine.device),
+        narrow=Fp8Bytes,
         tape=engine.core.setting.tape,
         passes=engine.core.setting.passes,
     )
     others = states_and_grads(engine)
     engine.detach()
     try:
-        _swap_buffers(engine, model, setting=setting, others=others)
+        _swap_buffers(engine, setting=setting, others=others)
     except BaseException:
         # Some units have the old plan, some the new one: the model cannot be used.
-        engine.handles = [model.register_forward_pre_hook(_refuse)]
+        engine.handles = [engine.core.model.register_forward_pre_hook(_refuse)]
         raise
     for optimizer in engine.owned.group_names:
         suit_devices(optimizer, device=setting.update_device)
 
 
-def _checked(engine: Engine, *, plan: Plan, mesh: Mesh) -> str:
+def _checked(engine: EngineParts, *, plan: Plan, mesh: Mesh) -> str:
     """Return the description that ranks compare; refuse a plan that the host's memory does not hold."""
     described = describe_replan(engine, plan=plan, mesh=mesh)
     core = engine.core
@@ -109,7 +109,7 @@ def _checked(engine: Engine, *, plan: Plan, mesh: Mesh) -> str:
     return described
 
 
-def describe_replan(engine: Engine, *, plan: Plan, mesh: Mesh) -> str:
+def describe_replan(engine: EngineParts, *, plan: Plan, mesh: Mesh) -> str:
     """Return the description that ranks compare. Raises for a plan that is not possible, before any change."""
     core = engine.core
     core.setting.passes.check_values(_WHAT)
@@ -126,7 +126,7 @@ def describe_replan(engine: Engine, *, plan: Plan, mesh: Mesh) -> str:
                 f"{_WHAT} with {name} = {now!r}, but the model was prepared with {then!r}: it changes where "
                 "things live and when they move, not what is computed; save a checkpoint and prepare again"
             )
-    trait = fixed_by(engine, core.model, plan)
+    trait = fixed_by(engine, plan)
     if trait:
         raise InvalidModel(f"{_WHAT} with {trait}: save a checkpoint and prepare the model again")
     placements = check_plan(plan, spec=core.followed.spec, mesh=mesh, device=engine.device)
@@ -150,7 +150,7 @@ def describe_replan(engine: Engine, *, plan: Plan, mesh: Mesh) -> str:
     return "\n".join(f"{name} = {value}" for name, value in plan.to_dict().items())
 
 
-def fixed_by(engine: Engine, model: nn.Module, plan: Plan) -> str:
+def fixed_by(engine: EngineParts, plan: Plan) -> str:
     """Return the trait of a model that keeps it under its current plan; "" if `plan` may replace it."""
     traits = {
         "parameters that are OWNED (stepped whole by one rank each)": bool(
@@ -164,7 +164,7 @@ def fixed_by(engine: Engine, model: nn.Module, plan: Plan) -> str:
     return next((trait for trait, found in traits.items() if found), "")
 
 
-def _settle(engine: Engine) -> None:
+def _settle(engine: EngineParts) -> None:
     """Wait for all communication, and copy values that users have written to where they belong."""
     engine.core.wait_gathers()
     engine.guards.managed.check(thorough=True)
@@ -173,7 +173,7 @@ def _settle(engine: Engine) -> None:
     engine.core.setting.land()
 
 
-def _swap_buffers(engine: Engine, model: nn.Module, *, setting: CoreSetting, others: StatesAndGrads) -> None:
+def _swap_buffers(engine: EngineParts, *, setting: CoreSetting, others: StatesAndGrads) -> None:
     before, plan = engine.core, setting.plan
     placements = plan.placements(before.units)
     held = before.executor.take_held()
@@ -196,7 +196,7 @@ def _swap_buffers(engine: Engine, model: nn.Module, *, setting: CoreSetting, oth
         for name, unit in before.units.items()
     }
     guard_units(setting.events)
-    core = Core(model, units=units, setting=setting)
+    core = Core(before.model, units=units, setting=setting)
     core.evaluation.patience_seconds = before.evaluation.patience_seconds
     past = engine.guards
     guards = Guards(core, inputs=past.inputs, options=past.options, compare_every=past.replicas.every)

@@ -17,7 +17,7 @@ from shardwise.comm.agreement import exchange
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.master import Owned
 from shardwise.engine.core.parameters import unguarded
-from shardwise.engine.engine import Engine
+from shardwise.engine.engine import EngineParts
 from shardwise.engine.optimizer.unsharded_state import Laid, own_state, state_kinds
 from shardwise.errors import InvalidModel
 from shardwise.plan.placement import Where
@@ -37,7 +37,7 @@ class StatesAndGrads:
     with_grad: frozenset[tuple[int, int]]
 
 
-def states_and_grads(engine: Engine) -> StatesAndGrads:
+def states_and_grads(engine: EngineParts) -> StatesAndGrads:
     """Exchange which states and gradients each rank holds. Collective."""
     flats = engine.core.flats
     mine = {
@@ -68,7 +68,7 @@ def states_and_grads(engine: Engine) -> StatesAndGrads:
 
 
 @torch.no_grad()
-def move(engine: Engine, number: int, new: FlatParams, *, others: StatesAndGrads) -> None:
+def move(engine: EngineParts, number: int, new: FlatParams, *, others: StatesAndGrads) -> None:
     """Move all values of a buffer of the engine into `new`, which has the same parameters. Collective."""
     old = engine.core.flats[number]
     new.write_master(_moved(old.master.values, old=old, new=new, where=new.placement.optim))

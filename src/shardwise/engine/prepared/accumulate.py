@@ -3,13 +3,11 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch import nn
-
-from shardwise.engine.engine import Engine
+from shardwise.engine.engine import EngineParts
 
 
 @contextmanager
-def accumulate(engine: Engine, model: nn.Module, *, enabled: bool = True) -> Iterator[None]:
+def accumulate(engine: EngineParts, *, enabled: bool = True) -> Iterator[None]:
     """Skip the reduction of gradients in this block; the next backward outside reduces them all.
 
         for number, batch in enumerate(micro_batches):

@@ -94,7 +94,7 @@ class EMA:
         passes = engine.core.setting.passes
         passes.check_values(_APPLIED)
         engine.check_between_steps(what=_APPLIED)
-        meet(_APPLIED, limit_seconds=engine.limit_seconds)
+        meet(_APPLIED, limit_seconds=engine.core.followed.limit_seconds)
         engine.core.wait_gathers()
         announce(engine.core.setting.events.values_read, False)
         self._follow_frozen()
@@ -106,7 +106,7 @@ class EMA:
         finally:
             passes.values_by = ""
             # A rank may get here by an error that the others did not have.
-            meet(f"the end of {_APPLIED}", limit_seconds=engine.limit_seconds)
+            meet(f"the end of {_APPLIED}", limit_seconds=engine.core.followed.limit_seconds)
             engine.core.wait_gathers()
             self._set_values(own)
 

@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwise.comm.agreement import meet
 from shardwise.engine.core.edited_values import filled
 from shardwise.engine.core.step_events import announce
-from shardwise.engine.engine import Engine
+from shardwise.engine.engine import EngineParts
 from shardwise.engine.optimizer.allocate import suit_devices
 from shardwise.engine.optimizer.unsharded_state import named_states, own_states, unsharded_states
 from shardwise.errors import InvalidData
@@ -19,7 +19,7 @@ from shardwise.torch_internals.torch_private import IncompatibleKeys
 
 
 def full_state_dict(
-    engine: Engine, model: nn.Module, optimizer: Optimizer | None = None, *, rank0_only: bool = False
+    engine: EngineParts, optimizer: Optimizer | None = None, *, rank0_only: bool = False
 ) -> dict[str, Any]:
     """Return {"model": names → full tensors, "optimizer": names → full states, and groups}. Collective.
 
@@ -28,13 +28,13 @@ def full_state_dict(
     if rank0_only and dist.get_rank() != 0:
         _take_part(engine, optimizer)
         return {}
-    state: dict[str, Any] = {"model": dict(model.state_dict())}
+    state: dict[str, Any] = {"model": dict(engine.core.model.state_dict())}
     if optimizer is not None:
         state["optimizer"] = _optimizer_state(engine, optimizer)
     return state
 
 
-def _take_part(engine: Engine, optimizer: Optimizer | None) -> None:
+def _take_part(engine: EngineParts, optimizer: Optimizer | None) -> None:
     """Take part in the collectives of rank 0's state, and keep nothing."""
     _begin_state(engine)
     for flat in engine.core.flats:
@@ -45,14 +45,14 @@ def _take_part(engine: Engine, optimizer: Optimizer | None) -> None:
         unsharded_states(optimizer, flats=engine.core.flats, matrices=engine.owned.matrices.of(optimizer), keeps=False)
 
 
-def _begin_state(engine: Engine) -> None:
+def _begin_state(engine: EngineParts) -> None:
     engine.check_state(what="a state_dict")
     if not engine.holds_all:
-        meet("state_dict", limit_seconds=engine.limit_seconds)
+        meet("state_dict", limit_seconds=engine.core.followed.limit_seconds)
 
 
 def load_full_state_dict(
-    engine: Engine, model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any], *, from_rank0: bool = False
+    engine: EngineParts, optimizer: Optimizer | None, state: Mapping[str, Any], *, from_rank0: bool = False
 ) -> None:
     """Load a state of `full_state_dict`, saved under any plan, engine and number of ranks. Collective.
 
@@ -60,7 +60,7 @@ def load_full_state_dict(
     """
     check_order(optimizer)
     state = received_state(state, with_optimizer=optimizer is not None, from_rank0=from_rank0)
-    model.load_state_dict(state["model"])
+    engine.core.model.load_state_dict(state["model"])
     if optimizer is not None:
         _load_optimizer_state(engine, optimizer, state["optimizer"])
 
@@ -86,7 +86,7 @@ def received_state(state: Mapping[str, Any], *, with_optimizer: bool, from_rank0
     return state
 
 
-def full_tensors(engine: Engine, state: Any, *, keep_vars: bool) -> Any:
+def full_tensors(engine: EngineParts, state: Any, *, keep_vars: bool) -> Any:
     """Replace the parameters in a state dict by their full master values; buffers are detached."""
     _begin_state(engine)
     values: dict[int, Tensor] = {}
@@ -102,7 +102,9 @@ def full_tensors(engine: Engine, state: Any, *, keep_vars: bool) -> Any:
 
 
 @torch.no_grad()
-def load_tensors(engine: Engine, own: Mapping[str, Any], state: Mapping[str, Any], *, strict: bool) -> IncompatibleKeys:
+def load_tensors(
+    engine: EngineParts, own: Mapping[str, Any], state: Mapping[str, Any], *, strict: bool
+) -> IncompatibleKeys:
     """Fill the owned slices from full tensors by name."""
     engine.check_between_steps(what="load_state_dict")
     engine.core.setting.passes.check_values("load_state_dict")
@@ -133,7 +135,7 @@ def load_tensors(engine: Engine, own: Mapping[str, Any], state: Mapping[str, Any
     return IncompatibleKeys(missing, unexpected)
 
 
-def _optimizer_state(engine: Engine, optimizer: Optimizer) -> dict[str, Any]:
+def _optimizer_state(engine: EngineParts, optimizer: Optimizer) -> dict[str, Any]:
     engine.owned.adopt_on_all_ranks(optimizer)
     groups = [
         {**{key: value for key, value in group.items() if key != "params"}, "params": list(names)}
@@ -146,7 +148,7 @@ def _optimizer_state(engine: Engine, optimizer: Optimizer) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _load_optimizer_state(engine: Engine, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+def _load_optimizer_state(engine: EngineParts, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     engine.owned.adopt_on_all_ranks(optimizer)
     states = named_states(state, groups=engine.owned.group_names[optimizer])
     own = own_states(states, flats=engine.core.flats, matrices=engine.owned.matrices.of(optimizer))

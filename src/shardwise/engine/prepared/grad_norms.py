@@ -11,15 +11,14 @@ from shardwise.comm.rank_progress import waiting_in
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.step_errors import updated_in_backward
 from shardwise.engine.core.step_events import announce
-from shardwise.engine.engine import Engine
+from shardwise.engine.engine import EngineParts
 from shardwise.errors import InvalidData, InvalidModel
 from shardwise.plan.placement import REPLICATED, Where
 
 
 @torch.no_grad()
 def clip_grad_norm_(
-    engine: Engine,
-    model: nn.Module,
+    engine: EngineParts,
     max_norm: float,
     norm_type: float = 2.0,
     *,
@@ -33,7 +32,7 @@ def clip_grad_norm_(
     hardly depends on how the gradient is cut into slices.
     """
     _between_steps(engine, what="clip_grad_norm_")
-    named = chosen(model, parameters)
+    named = chosen(engine.core.model, parameters)
     by_axes = {axes: _grads(flats, named) for axes, flats in _by_axes(engine).items()}
     total = _norm(by_axes, engine=engine, norm_type=float(norm_type))
     if error_if_nonfinite and not total.isfinite():
@@ -47,9 +46,7 @@ def clip_grad_norm_(
 
 
 @torch.no_grad()
-def clip_grad_value_(
-    engine: Engine, model: nn.Module, clip_value: float, *, parameters: Iterable[Tensor] | None = None
-) -> None:
+def clip_grad_value_(engine: EngineParts, clip_value: float, *, parameters: Iterable[Tensor] | None = None) -> None:
     """Clamp every element of the gradients to [-clip_value, clip_value], like torch's function of this name.
 
     With `parameters` (some of the model's), only of their gradients.
@@ -57,14 +54,14 @@ def clip_grad_value_(
     if not clip_value >= 0:
         raise InvalidData(f"clip_value = {clip_value!r}: must be a number of at least 0")
     _between_steps(engine, what="clip_grad_value_")
-    grads = _grads(engine.core.flats, chosen(model, parameters))
+    grads = _grads(engine.core.flats, chosen(engine.core.model, parameters))
     if grads:
         torch._foreach_clamp_min_(grads, -clip_value)
         torch._foreach_clamp_max_(grads, clip_value)
 
 
 @torch.no_grad()
-def grad_norms(engine: Engine, model: nn.Module, *, norm_type: float = 2.0) -> dict[str, float]:
+def grad_norms(engine: EngineParts, *, norm_type: float = 2.0) -> dict[str, float]:
     """Return the norm of each parameter's whole gradient, the same on every rank; parameters without one are left out.
 
         for name, norm in shardwise.grad_norms(model).items():      # between backward and step
@@ -86,7 +83,7 @@ def grad_norms(engine: Engine, model: nn.Module, *, norm_type: float = 2.0) -> d
         for name, (total, has) in zip(names, sums.tolist(), strict=True)
         if has
     }
-    return {name: found[name] for name, _ in model.named_parameters() if name in found}
+    return {name: found[name] for name, _ in engine.core.model.named_parameters() if name in found}
 
 
 def chosen(model: nn.Module, parameters: Iterable[Tensor] | None) -> set[int] | None:
@@ -103,7 +100,7 @@ def chosen(model: nn.Module, parameters: Iterable[Tensor] | None) -> set[int] | 
     return {id(parameter) for parameter in given}
 
 
-def _between_steps(engine: Engine, *, what: str) -> None:
+def _between_steps(engine: EngineParts, *, what: str) -> None:
     """Refuse `what` inside of a step; take over values that were written into `p.grad`."""
     if engine.core.followed.plan.updates_in_backward:
         raise updated_in_backward(what)
@@ -111,7 +108,7 @@ def _between_steps(engine: Engine, *, what: str) -> None:
     announce(engine.core.setting.events.gradients_asked)
 
 
-def _by_axes(engine: Engine) -> dict[Where, list[FlatParams]]:
+def _by_axes(engine: EngineParts) -> dict[Where, list[FlatParams]]:
     """Return the buffers by the axes over which they are stepped in parts; in the same order on all ranks."""
     flats = engine.core.flats
     by_axes = {where: [flat for flat in flats if flat.placement.optim is where] for where in Where}
@@ -128,7 +125,7 @@ def _grads(flats: list[FlatParams], named: set[int] | None) -> list[Tensor]:
     ]
 
 
-def _norm(by_axes: dict[Where, list[Tensor]], *, engine: Engine, norm_type: float) -> Tensor:
+def _norm(by_axes: dict[Where, list[Tensor]], *, engine: EngineParts, norm_type: float) -> Tensor:
     total = torch.zeros((), dtype=torch.float64, device=engine.device)
     for axes, grads in by_axes.items():
         others = _power_sum(grads, norm_type=norm_type, device=engine.device)
@@ -137,7 +134,7 @@ def _norm(by_axes: dict[Where, list[Tensor]], *, engine: Engine, norm_type: floa
     return total if math.isinf(norm_type) else total ** (1 / norm_type)
 
 
-def _reduce(sums: Tensor, axes: Where, *, engine: Engine, power: float, what: str) -> None:
+def _reduce(sums: Tensor, axes: Where, *, engine: EngineParts, power: float, what: str) -> None:
     """Combine sums over parts (maxima for p = ∞) from all ranks that hold parts."""
     operation = dist.ReduceOp.MAX if math.isinf(power) else dist.ReduceOp.SUM
     groups = engine.core.setting.groups
@@ -162,7 +159,7 @@ def _power_sum(grads: list[Tensor], *, norm_type: float, device: torch.device) -
     return norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()
 
 
-def _power_sums(flats: list[FlatParams], engine: Engine, *, power: float) -> Tensor:
+def _power_sums(flats: list[FlatParams], engine: EngineParts, *, power: float) -> Tensor:
     """Return, for each parameter, Σ |g|^p of this rank's part (the maximum for p = ∞), and whether there is any."""
     sums = torch.zeros(sum(len(flat.names) for flat in flats), 2, dtype=torch.float64, device=engine.device)
     places, grads = [], []

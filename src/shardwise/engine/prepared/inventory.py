@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.parameters import unguarded
-from shardwise.engine.engine import Engine, engine_of
+from shardwise.engine.engine import EngineParts, engine_of
 from shardwise.vocabulary.categories import GATHERED, GRADS, HOST, OPTIM, OTHER, PARAMS, REDUCE
 
 
@@ -37,7 +37,7 @@ def held_bytes(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str
     return held
 
 
-def held_tensors(engine: Engine, model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[tuple[str, Tensor]]:
+def held_tensors(engine: EngineParts, optimizer: Optimizer | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield (category, tensor) for all memory that the engine knows at this moment; a storage has its first category.
 
     As above, and: reduce, the buffers that are being reduced, and autograd's gradients that are not yet in them;
@@ -48,20 +48,20 @@ def held_tensors(engine: Engine, model: nn.Module, optimizer: Optimizer | None =
         yield from _of_flat(flat, optimizer)
     yield from _averages(engine)
     yield from _of_matrices(engine, optimizer)
-    for buffer in model.buffers():
+    for buffer in engine.core.model.buffers():
         yield OTHER, buffer
     yield OTHER, engine.core.executor.flags.flags
     yield from ((OTHER, buffer) for buffer in engine.owned.streamed.slot_tensors())
 
 
-def _averages(engine: Engine) -> Iterator[tuple[str, Tensor]]:
+def _averages(engine: EngineParts) -> Iterator[tuple[str, Tensor]]:
     """Yield the averages of the parameters (shardwise.EMA), which are where the masters are."""
     for ema in engine.averages:
         for average in ema.tensors():
             yield HOST if average.device.type != engine.device.type else OPTIM, average
 
 
-def _of_matrices(engine: Engine, optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor]]:
+def _of_matrices(engine: EngineParts, optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor]]:
     """Yield the states of matrices that this rank owns; during an update also the matrices and their gradients."""
     if optimizer is None:
         return
@@ -106,7 +106,7 @@ def _of_flat(flat: FlatParams, optimizer: Optimizer | None) -> Iterator[tuple[st
             yield REDUCE if flat.grads.awaits else GRADS, grad
 
 
-def _of_buckets(engine: Engine) -> Iterator[tuple[str, Tensor]]:
+def _of_buckets(engine: EngineParts) -> Iterator[tuple[str, Tensor]]:
     for bucket in engine.core.executor.buckets.values():
         for segment in bucket.segments:
             if segment.kept is not None:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.engine.carry import carry_engine, drop_engine
 from shardwise.engine.core.parameters import unguarded
 from shardwise.engine.engine import engine_of
 from shardwise.engine.prepared.accumulate import accumulate
 from shardwise.engine.prepared.full_state import full_tensors, load_tensors
 from shardwise.engine.prepared.whole_parameters import whole
-from shardwise.engine.protocol import carry_engine, drop_engine
 from shardwise.errors import InvalidModel
 
 
@@ -35,7 +35,7 @@ class PreparedModule(nn.Module):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Do not reduce gradients in this block, as under DistributedDataParallel (`shardwise.accumulate`)."""
-        return accumulate(engine_of(self), self)
+        return accumulate(engine_of(self))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, including those of the optimizer's slices."""
@@ -73,7 +73,7 @@ class PreparedModule(nn.Module):
         """Return an ordinary, unsharded model of the original class. Collective where `state_dict` is."""
         engine = engine_of(self)
         engine.check_reduced(what="deepcopy(model)")
-        with nullcontext() if engine.core.setting.passes.lent else whole(engine, self):
+        with nullcontext() if engine.core.setting.passes.lent else whole(engine):
             return self._copied(memo)
 
     def _copied(self, memo: dict[int, Any]) -> nn.Module:

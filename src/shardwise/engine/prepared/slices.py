@@ -5,18 +5,18 @@ from contextlib import contextmanager
 from math import prod
 
 import torch.distributed as dist
-from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.engine.core.edited_values import distribute, editing
 from shardwise.engine.core.parameters import unguarded
-from shardwise.engine.engine import Engine
+from shardwise.engine.engine import EngineParts
 from shardwise.engine.owned_model import OwnedModel, OwnedSlice
 from shardwise.engine.prepared.prepared_module import PreparedModule
 
 
-def held(engine: Engine, model: nn.Module) -> OwnedModel:
+def held(engine: EngineParts) -> OwnedModel:
     """Return this rank's slices, including those of frozen parameters, and the buffers. Waits for all gathers."""
+    model = engine.core.model
     assert isinstance(model, PreparedModule)
     engine.check_between_steps(what="a checkpoint")
     engine.check_state(what="a checkpoint")
@@ -38,7 +38,7 @@ def held(engine: Engine, model: nn.Module) -> OwnedModel:
     )
 
 
-def _owned_slices(engine: Engine) -> list[OwnedSlice]:
+def _owned_slices(engine: EngineParts) -> list[OwnedSlice]:
     slices = []
     for flat in engine.core.flats:
         optim = flat.placement.optim
@@ -62,7 +62,7 @@ def _owned_slices(engine: Engine) -> list[OwnedSlice]:
     return slices
 
 
-def _stepped(engine: Engine, slices: list[OwnedSlice]) -> list[OwnedSlice]:
+def _stepped(engine: EngineParts, slices: list[OwnedSlice]) -> list[OwnedSlice]:
     matrices = engine.owned.matrices.of(None)
     owned = {matrix.name for matrix in matrices}
     unsharded = [
@@ -81,13 +81,13 @@ def _stepped(engine: Engine, slices: list[OwnedSlice]) -> list[OwnedSlice]:
     return [*(part for part in slices if part.name not in owned), *unsharded]
 
 
-def slices_filled(engine: Engine, model: nn.Module) -> None:
+def slices_filled(engine: EngineParts) -> None:
     """Distribute new values of the owned slices to all other copies. Collective."""
     distribute(engine.core)
 
 
 @contextmanager
-def edit(engine: Engine, model: nn.Module) -> Iterator[None]:
+def edit(engine: EngineParts) -> Iterator[None]:
     """Allow writes into the tensors that the optimizer steps; all copies on all ranks follow. Collective.
 
         with shardwise.edit(model), torch.no_grad():
@@ -103,7 +103,7 @@ def edit(engine: Engine, model: nn.Module) -> Iterator[None]:
         yield
 
 
-def group_names(engine: Engine, model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+def group_names(engine: EngineParts, optimizer: Optimizer) -> list[list[str]]:
     """Return the full names in each param group, including those that this rank holds no part of."""
     owned = engine.owned
     owned.adopt_on_all_ranks(optimizer)

@@ -5,20 +5,21 @@ equally many; otherwise a loss has to be divided by the count of all ranks toget
 """
 
 from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from shardwise.comm.agreement import exchange
 from shardwise.comm.rank_progress import waiting_in
-from shardwise.engine.engine import Engine
-from shardwise.engine.protocol import Batch
+from shardwise.engine.engine import EngineParts
 from shardwise.errors import InvalidData, InvalidModel
 from shardwise.program.rules.demand import broadcast
 
+Batch = TypeVar("Batch")
 
-def mean_count(engine: Engine, model: nn.Module, count: float) -> float:
+
+def mean_count(engine: EngineParts, count: float) -> float:
     """Return the mean over ranks of the number of samples, or tokens, that each holds: divide a summed loss by it.
 
         loss = cross_entropy(model(x), y, reduction="sum") / shardwise.mean_count(model, num_tokens)
@@ -41,7 +42,7 @@ def summed(count: float, *, device: torch.device) -> float:
     return total.item()
 
 
-def join(engine: Engine, model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
+def join(engine: EngineParts, batches: Iterable[Batch]) -> Iterator[Batch]:
     """Yield this rank's batches, then its last one again while any other rank has batches left.
 
         for batch in shardwise.join(model, loader):
@@ -62,7 +63,7 @@ def join(engine: Engine, model: nn.Module, batches: Iterable[Batch]) -> Iterator
         passes.num_counting, passes.counts = None, True
 
 
-def _joined(engine: Engine, mine: Iterator[Batch]) -> Iterator[Batch]:
+def _joined(engine: EngineParts, mine: Iterator[Batch]) -> Iterator[Batch]:
     passes = engine.core.setting.passes
     last: Batch | None = None
     while True:

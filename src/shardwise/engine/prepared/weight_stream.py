@@ -7,16 +7,14 @@ from torch import Tensor, nn
 
 from shardwise.comm.agreement import meet
 from shardwise.engine.core.flat import FlatParams
-from shardwise.engine.engine import Engine, engine_of
+from shardwise.engine.engine import EngineParts, engine_of
 from shardwise.engine.owned_model import OwnedModel
 from shardwise.engine.prepared.slices import held
 
 _NAME = "`for … in shardwise.weight_stream(model):`"
 
 
-def weight_stream(
-    engine: Engine, model: nn.Module, *, dtype: torch.dtype | None = None
-) -> Iterator[tuple[str, Tensor]]:
+def weight_stream(engine: EngineParts, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, full tensor) of the whole state dict, unit after unit in the order of a step. Collective.
 
         for name, tensor in shardwise.weight_stream(model, dtype=torch.bfloat16):      # on every rank, to the end
@@ -29,14 +27,14 @@ def weight_stream(
     """
     passes = engine.core.setting.passes
     engine.check_between_steps(what="shardwise.weight_stream")
-    found = held(engine, model)
+    found = held(engine)
     before, passes.values_by = passes.values_by, _NAME
     try:
         for name in _in_order(engine):
             flats = engine.core.units[name].flats
             if not all(flat.holds_all for flat in flats):
                 # Names a rank that has stopped iterating, instead of waiting for it.
-                meet(f"shardwise.weight_stream at {name}", limit_seconds=engine.limit_seconds)
+                meet(f"shardwise.weight_stream at {name}", limit_seconds=engine.core.followed.limit_seconds)
             for flat in flats:
                 yield from _named(flat, flat.full_master(dtype=_wanted(flat.master.values, dtype)), found)
         for name, value in found.buffers.items():
@@ -55,7 +53,7 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield from zip(flat.names, flat.full.views_of(flat.full_master()), strict=True)
 
 
-def _in_order(engine: Engine) -> list[str]:
+def _in_order(engine: EngineParts) -> list[str]:
     """Return the units in the order in which a step calls them, then those that it does not call."""
     return list(dict.fromkeys((*engine.core.followed.spec.call_order, *engine.core.units)))
 

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise.comm.agreement import RanksDisagree, exchange, meet
 from shardwise.engine.core.edited_values import distribute
 from shardwise.engine.core.flat import FlatParams
-from shardwise.engine.engine import Engine
+from shardwise.engine.engine import EngineParts
 from shardwise.engine.guards.guard import wake
 from shardwise.engine.guards.replicas import bit_sums
 from shardwise.errors import InvalidModel
@@ -23,7 +23,7 @@ _NAME = "shardwise.whole(model)"
 
 
 @contextmanager
-def whole(engine: Engine, model: nn.Module, *, write: bool = False) -> Iterator[None]:
+def whole(engine: EngineParts, *, write: bool = False) -> Iterator[None]:
     """Make the parameters whole on every rank in this block, to read them, or with `write` to write them. Collective.
 
         with shardwise.whole(model):
@@ -42,7 +42,7 @@ def whole(engine: Engine, model: nn.Module, *, write: bool = False) -> Iterator[
         engine.check_between_steps(what=_NAME)
     engine.check_state(what=_NAME)
     if write or not engine.holds_all:
-        meet(_NAME, limit_seconds=engine.limit_seconds)
+        meet(_NAME, limit_seconds=engine.core.followed.limit_seconds)
     engine.core.wait_gathers()
     lent = [_Lent(flat) for flat in engine.core.flats]
     passes.values_by, passes.lent = f"`with {_NAME}:`", True

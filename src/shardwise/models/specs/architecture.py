@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.files.data_file import UnreadableFile, parse_json, read_json
-from shardwise.models.catalogue import kind_of
+from shardwise.models.catalogue import default_seq, kind_of
 from shardwise.models.hub_cache import config_folder
 from shardwise.models.specs.spec_request import SpecRequest
-from shardwise.models.transformers_shapes import default_seq
 from shardwise.spec.model import LARGE_ROOT_LAYER, ModelSpec
 from shardwise.spec.store import decode
 

@@ -15,10 +15,9 @@ from pathlib import Path
 from shardwise.errors import InvalidData
 from shardwise.files.cache_folder import cached_text, keep_text
 from shardwise.files.data_file import UnreadableFile, read_text
-from shardwise.models.catalogue import kind_of
+from shardwise.models.catalogue import TRANSFORMERS_SHAPES, kind_of
 from shardwise.models.hub_cache import config_folder
 from shardwise.models.specs.spec_request import SpecRequest, Way
-from shardwise.models.transformers_shapes import TRANSFORMERS_SHAPES
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.store import decode_text, encode_text
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shardwise.models.catalogue import shape_of
 from shardwise.models.shapes import TokenShape
-from shardwise.models.specs.shipped import FOLDER
+from shardwise.models.specs.spec_store import FOLDER
 from shardwise.models.tasks import load_task
 from shardwise.spec import ModelSpec
 from shardwise.spec.step import COMPILED

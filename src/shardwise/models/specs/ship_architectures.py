@@ -23,8 +23,7 @@ from shardwise.models.specs.architecture import FOLDER, SIZES, short_version
 from shardwise.models.tasks.transformers_task import task_of_model
 from shardwise.models.transformers_model import imported, model_of_config
 from shardwise.spec import ModelSpec
-from shardwise.spec.law import Law
-from shardwise.spec.step import StepTrace, Stream
+from shardwise.spec.step import Law, StepTrace, Stream
 from shardwise.spec.store import encode
 from shardwise.trace.observe import Way
 from shardwise.trace.trace import trace_model

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from shardwise.engine.activations.tiled import check_tiles, tile_modules
 from shardwise.models.tasks import Task
-from shardwise.plan.policy import AUTO_UNITS
+from shardwise.plan.patterns import AUTO_UNITS
 from shardwise.spec import ModelSpec
 from shardwise.trace import Way, trace_model
 

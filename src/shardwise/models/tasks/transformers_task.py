@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from shardwise.data.source import token_splits
 from shardwise.errors import InvalidData, InvalidModel
+from shardwise.models.catalogue import default_seq
 from shardwise.models.hub_cache import config_folder
 from shardwise.models.make import build_model
 from shardwise.models.shapes import TransformersShape
 from shardwise.models.tasks.task import Sums, Task
 from shardwise.models.transformers_model import config_of_folder, model_of_config
-from shardwise.models.transformers_shapes import default_seq
 
 
 def transformers_task(

@@ -19,12 +19,12 @@ from shardwise.checkpoint.tensor_file import TensorEntry, write_tensors
 from shardwise.engine.prepared.weight_stream import full_parameters
 from shardwise.errors import InvalidData, InvalidModel
 from shardwise.files.atomic import atomic_write
-from shardwise.models.adaptation import Adaptation
+from shardwise.models.catalogue import default_seq
 from shardwise.models.hub_cache import config_folder
+from shardwise.models.specs.spec_request import Adaptation
 from shardwise.models.tasks import Task
 from shardwise.models.tasks.transformers_task import task_of_model, with_data
 from shardwise.models.transformers_model import class_of_config, config_of_folder, imported
-from shardwise.models.transformers_shapes import default_seq
 from shardwise.models.weights.pretrained import (
     SafetensorsFolder,
     empty_model,

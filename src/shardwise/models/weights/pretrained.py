@@ -23,8 +23,7 @@ from shardwise.checkpoint.weight_files import INDEX, ONE_FILE, divide_weights, w
 from shardwise.comm.agreement import meet
 from shardwise.engine.owned_model import OwnedModel
 from shardwise.engine.prepared.weight_stream import full_parameters
-from shardwise.engine.protocol import require_engine
-from shardwise.engines import prepare
+from shardwise.engines import prepare, require_engine
 from shardwise.errors import InvalidData, InvalidModel, ShardwiseError
 from shardwise.files.atomic import atomic_write
 from shardwise.files.data_file import UnreadableFile, read_json
@@ -66,9 +65,9 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, most_file_bytes: in
     generation config. Each file appears complete or not at all, the index last.
     """
     engine = require_engine(model)
-    engine.check("save_pretrained", model)
+    LIMITS[engine.plan.engine].check_call("save_pretrained", engine.plan)
     meet("shardwise.save_pretrained")
-    held = engine.held(model)
+    held = engine.held()
     stored = stored_names(model, [*held.parameters, *held.aliases, *held.buffers])
     entries = _entries(model, held)
     parts = divide_weights(entries, most_file_bytes=most_file_bytes)

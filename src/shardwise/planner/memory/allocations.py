@@ -8,11 +8,10 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from shardwise.planner.memory.column_sum import ColumnSum
 from shardwise.planner.memory.replay import Change, MemoryChange, MemoryRow, MoveSaved, Recategorize, TakeGrads
+from shardwise.planner.memory.stream_peak import Size
 from shardwise.program.gradient_place import places_gradients
-from shardwise.spec.law import Line
-from shardwise.spec.step import BEFORE_BACKWARD, IN_UNIT, Act, StorageEvent, What
+from shardwise.spec.step import BEFORE_BACKWARD, IN_UNIT, Act, Line, StorageEvent, What
 
 UNIT_GRAPHS = "unit graphs"
 """The stream of the pool in which CUDA graphs of units have their tensors."""
@@ -23,8 +22,8 @@ GRADIENTS = "gradients"
 SLOTS = "slots"
 """The stream of the memory in which units that are CUDA graphs are gathered."""
 
-AllocationEntry = tuple[int, Line | ColumnSum | None, str]
-"""(slot, size, stream) of an allocation; (slot, None, "") of a release."""
+AllocationEntry = tuple[int, int, str]
+"""(slot, number of its size, stream) of an allocation; (slot, -1, "") of a release."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,21 +49,22 @@ class PassMemory:
 class Ledger:
     """The entries of a step without the optimizer's state; `update_at` is the position of the update.
 
+    `sizes`: the different sizes with their numbers, which are far fewer than the entries.
     `first_grad_at`: position after the first gradient of a parameter, usually from the first product of backward;
     `backward_at`: that of its beginning. `graph_units`: what these units compute lies in a pool of its own;
     `gradients_apart`: averaged gradients have a stream of their own.
     """
 
-    seq: int | None
     grads_leave_at_once: bool
     graph_units: frozenset[str] = frozenset()
     gradients_apart: bool = False
     entries: list[AllocationEntry] = field(default_factory=list)
+    sizes: dict[Size, int] = field(default_factory=dict)
     update_at: int = 0
     first_grad_at: int = 0
     backward_at: int = 0
     # Sizes of averaged gradients with a stream of their own.
-    gradients: list[Line | ColumnSum] = field(default_factory=list)
+    gradients: list[Size] = field(default_factory=list)
     _num_slots: int = 0
     # The entry of each slot's allocation.
     _places: dict[int, int] = field(default_factory=dict)
@@ -74,8 +74,8 @@ class Ledger:
     _buffers: dict[tuple[str, str, int, int], deque[list[int]]] = field(default_factory=lambda: defaultdict(deque))
     # Slots of the model's storages by unit and number; storages by law, for releases by another unit.
     _storages: dict[tuple[str, int], int] = field(default_factory=dict)
-    _sizes: dict[int, Line | ColumnSum] = field(default_factory=dict)
-    _by_size: dict[Line, list[tuple[str, int]]] = field(default_factory=lambda: defaultdict(list))
+    _sizes: dict[int, Size] = field(default_factory=dict)
+    _by_size: dict[Size, list[tuple[str, int]]] = field(default_factory=lambda: defaultdict(list))
     _grads: dict[str, dict[tuple[str, int], int]] = field(default_factory=lambda: defaultdict(dict))
 
     def write(self, rows: Iterable[MemoryRow]) -> None:
@@ -90,9 +90,9 @@ class Ledger:
                 is_graph = row.unit in self.graph_units and row.label.startswith(IN_UNIT)
                 events = row.peak.stream.events
                 own = _num_own(events) if is_graph else 0
-                for number, event in enumerate(events):
+                for number, (event, size) in enumerate(zip(events, row.peak.sizes, strict=True)):
                     self._stream = UNIT_GRAPHS if number < own else ""
-                    self._event(row.unit, event)
+                    self._event(row.unit, event, size)
         self._zero_grad()
 
     def parts(self) -> tuple[list[AllocationEntry], list[AllocationEntry], list[AllocationEntry]]:
@@ -103,11 +103,12 @@ class Ledger:
     def pass_memory(self, batch: int) -> "PassMemory":
         """Return what there is when backward begins (engine/graphs/arena.py observes it)."""
         live: dict[int, tuple[str, int]] = {}
-        for slot, size, stream in self.entries[: self.backward_at]:
-            if size is None:
+        sizes = [size.at(batch) for size in self.sizes]
+        for slot, number, stream in self.entries[: self.backward_at]:
+            if number < 0:
                 live.pop(slot, None)
             else:
-                live[slot] = stream, size.at(batch)
+                live[slot] = stream, sizes[number]
         return PassMemory(
             activations=sum(size for stream, size in live.values() if stream == UNIT_GRAPHS),
             loss=sum(size for stream, size in live.values() if not stream),
@@ -115,15 +116,15 @@ class Ledger:
             num_units=len(self.graph_units),
         )
 
-    def _allocate(self, size: Line | ColumnSum, *, stream: str = "") -> int:
+    def _allocate(self, size: Size, *, stream: str = "") -> int:
         self._num_slots += 1
         self._places[self._num_slots] = len(self.entries)
-        self.entries.append((self._num_slots, size, stream))
+        self.entries.append((self._num_slots, self.sizes.setdefault(size, len(self.sizes)), stream))
         self._sizes[self._num_slots] = size
         return self._num_slots
 
     def _release(self, slots: Iterable[int]) -> None:
-        self.entries.extend((slot, None, "") for slot in slots)
+        self.entries.extend((slot, -1, "") for slot in slots)
 
     def _change(self, change: MemoryChange) -> None:
         if isinstance(change, TakeGrads):
@@ -177,7 +178,7 @@ class Ledger:
         """Have buffers that become gradients where these lie, from their allocation on."""
         for slot in slots:
             size = self._sizes[slot]
-            self.entries[self._places[slot]] = (slot, size, GRADIENTS)
+            self.entries[self._places[slot]] = (slot, self.sizes[size], GRADIENTS)
             self.gradients.append(size)
 
     def _zero_grad(self) -> None:
@@ -185,11 +186,11 @@ class Ledger:
             for slots in self._buffers.pop(key):
                 self._release(slots)
 
-    def _event(self, unit: str, event: StorageEvent) -> None:
+    def _event(self, unit: str, event: StorageEvent, size: Size) -> None:
         if event.act is Act.BORN:
-            self._born(unit, event)
+            self._born(unit, event, size)
         elif event.act is Act.DIED:
-            self._died(unit, event)
+            self._died(unit, event, size)
         elif self.grads_leave_at_once:
             pending = self._grads[event.owner or unit]
             born_here = (unit, event.ordinal)
@@ -197,9 +198,8 @@ class Ledger:
             if key is not None:
                 self._release([pending.pop(key)])
 
-    def _born(self, unit: str, event: StorageEvent) -> None:
-        line = event.num_bytes.line(self.seq)
-        slot = self._allocate(ColumnSum(event.columns, line) if event.columns else line, stream=self._stream)
+    def _born(self, unit: str, event: StorageEvent, size: Size) -> None:
+        slot = self._allocate(size, stream=self._stream)
         if event.what is What.SCRATCH:
             self._release([slot])
             return
@@ -210,12 +210,12 @@ class Ledger:
             self.first_grad_at = self.first_grad_at or len(self.entries)
             return
         self._storages[key] = slot
-        self._by_size[line].append(key)
+        self._by_size[size].append(key)
 
-    def _died(self, unit: str, event: StorageEvent) -> None:
+    def _died(self, unit: str, event: StorageEvent, size: Size) -> None:
         key = (event.owner or unit, event.ordinal) if event.ordinal is not None else None
         # By the size at this length, not by the law: traces of one length and of all lengths may be mixed.
-        alike = self._by_size[event.num_bytes.line(self.seq)]
+        alike = self._by_size[size]
         if key is None:
             # The latest one of that size from another unit: backward visits units in reverse.
             key = next((one for one in reversed(alike) if one[0] != unit), None)

@@ -12,7 +12,7 @@ With expandable segments a stream has one segment for small and one for large re
 last block to be used. When the device is full, free pages are given back, also between blocks in use.
 """
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Collection
 
 _MIB = 2**20
@@ -44,8 +44,12 @@ class MemoryBlock:
         self.after: MemoryBlock | None = None
 
 
+class OutOfMemory(Exception):  # noqa: N818
+    """More was requested than the device has."""
+
+
 class FreeBlocks:
-    """The free blocks of a stream, small or large ones: `keys` are sorted by size, then by address.
+    """The free `blocks` of a stream, small or large ones, and their `keys`, sorted by size, then by address.
 
     A key is one number, since numbers are compared faster than tuples: size · 2⁶⁴ + address. Of an expandable segment,
     `last` is the block at its end, and `given_back` the numbers of pages within it that were given back.
@@ -55,22 +59,30 @@ class FreeBlocks:
 
     def __init__(self, page: int) -> None:
         self.keys: list[int] = []
-        self.blocks: dict[int, MemoryBlock] = {}
+        self.blocks: list[MemoryBlock] = []
         self.page = page
         self.last: MemoryBlock | None = None
         self.given_back: set[int] = set()
+
+    def take(self, block: MemoryBlock) -> None:
+        place = bisect_left(self.keys, block.key)
+        block.key = 0
+        del self.keys[place], self.blocks[place]
 
 
 class CachingAllocator:
     """Counts reserved and allocated bytes. A block may be larger than its request. `expands`: its segments do.
 
+    Beyond the limit it raises OutOfMemory if it `stops` there; otherwise it counts on.
+
     A plan's steps are thousands of requests, for each batch that is tried. `allocate` and `free` are written out, since
     calls of smaller functions would take most of the time.
     """
 
-    def __init__(self, *, limit_bytes: int | None = None, expands: bool = False) -> None:
+    def __init__(self, *, limit_bytes: int | None = None, expands: bool = False, stops: bool = False) -> None:
         self.limit_bytes = limit_bytes
         self.expands = expands
+        self.stops = stops
         # What is left of a large block is a block of its own if it is larger than this.
         self._unsplit = 0 if expands else SMALL_BYTES
         self.reserved_bytes = self.most_reserved_bytes = 0
@@ -78,21 +90,21 @@ class CachingAllocator:
         self.num_segments = 0
         self._free: dict[tuple[str, bool], FreeBlocks] = {}
 
-    def allocate(self, num_bytes: int, *, stream: str = "") -> MemoryBlock:
+    def allocate(self, num_bytes: int, stream: str = "") -> MemoryBlock:
         size = -(-num_bytes // _ROUND) * _ROUND or _ROUND
         is_small = size <= SMALL_BYTES
         pool = self._free.get((stream, is_small))
         if pool is None:
             pool = self._free[stream, is_small] = FreeBlocks(SMALL_SEGMENT_BYTES if is_small else _LARGE_SEGMENT)
-        keys = pool.keys
+        keys, blocks = pool.keys, pool.blocks
         # Addresses are negative, so that this is after all smaller blocks.
         place = bisect_left(keys, (size - 1) * _ALL_ADDRESSES)
-        last = pool.last
         if place < len(keys):
-            if last is not None and last.key == keys[place] and place + 1 < len(keys):
+            if blocks[place] is pool.last and place + 1 < len(keys):
                 place += 1
-            block = pool.blocks.pop(keys.pop(place))
+            block = blocks.pop(place)
             block.key = 0
+            del keys[place]
         elif self.expands:
             block = self._grown(size, pool=pool)
         else:
@@ -108,8 +120,9 @@ class CachingAllocator:
             block.after = rest
             block.size = size
             rest.key = key = left_over * _ALL_ADDRESSES + address
-            pool.blocks[key] = rest
-            insort(keys, key)
+            place = bisect_left(keys, key)
+            keys.insert(place, key)
+            blocks.insert(place, rest)
             if block is pool.last:
                 pool.last = rest
         self.allocated_bytes += block.size
@@ -119,17 +132,19 @@ class CachingAllocator:
 
     def free(self, block: MemoryBlock) -> None:
         pool, before, after, size = block.pool, block.before, block.after, block.size
-        keys = pool.keys
+        keys, blocks = pool.keys, pool.blocks
         self.allocated_bytes -= size
         if before is not None and before.key:
-            del keys[bisect_left(keys, before.key)], pool.blocks[before.key]
+            place = bisect_left(keys, before.key)
+            del keys[place], blocks[place]
             size += before.size
             block.address = before.address
             block.before = before = before.before
             if before is not None:
                 before.after = block
         if after is not None and after.key:
-            del keys[bisect_left(keys, after.key)], pool.blocks[after.key]
+            place = bisect_left(keys, after.key)
+            del keys[place], blocks[place]
             size += after.size
             block.after = after = after.after
             if after is not None:
@@ -138,8 +153,9 @@ class CachingAllocator:
                 pool.last = block
         block.size = size
         block.key = key = size * _ALL_ADDRESSES + block.address
-        pool.blocks[key] = block
-        insort(keys, key)
+        place = bisect_left(keys, key)
+        keys.insert(place, key)
+        blocks.insert(place, block)
 
     def _segment(self, size: int, *, pool: FreeBlocks) -> MemoryBlock:
         """Reserve a new segment."""
@@ -156,9 +172,7 @@ class CachingAllocator:
             if before is not None:
                 before.after = block
         else:
-            del pool.blocks[block.key]
-            pool.keys.remove(block.key)
-            block.key = 0
+            pool.take(block)
         more = -(-(size - block.size) // pool.page) * pool.page
         self._reserve(more)
         self.num_segments += 1
@@ -170,6 +184,8 @@ class CachingAllocator:
         """Reserve memory, if necessary beyond the limit after giving back what is free."""
         if self.limit_bytes is not None and self.reserved_bytes + num_bytes > self.limit_bytes:
             self.give_back()
+            if self.stops and self.reserved_bytes + num_bytes > self.limit_bytes:
+                raise OutOfMemory
         self.reserved_bytes += num_bytes
         self.most_reserved_bytes = max(self.most_reserved_bytes, self.reserved_bytes)
 
@@ -184,15 +200,13 @@ class CachingAllocator:
                 self._give_back_segments(pool)
 
     def _give_back_segments(self, pool: FreeBlocks) -> None:
-        for key in pool.keys.copy():
-            block = pool.blocks[key]
+        for block in pool.blocks.copy():
             if block.before is None and block.after is None:
                 self.reserved_bytes -= block.size
-                pool.keys.remove(key)
-                del pool.blocks[key]
+                pool.take(block)
 
     def _give_back_pages(self, pool: FreeBlocks) -> None:
-        for block in pool.blocks.values():
+        for block in pool.blocks:
             start = block.address - _START
             pages = set(range(-(-start // pool.page), (start + block.size) // pool.page)) - pool.given_back
             self.reserved_bytes -= len(pages) * pool.page

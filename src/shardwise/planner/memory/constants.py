@@ -14,7 +14,7 @@ class MemoryRules:
     block_bytes            every allocation is rounded up to a multiple of this
     workspace_bytes        workspace that matrix products keep after their first use
     keeps_reduce_buffers   a replicated bucket's buffer is kept from step to step
-    sums_in_blocks         a column sum allocates scratch memory (column_sum.py)
+    sums_in_blocks         a column sum allocates scratch memory (stream_peak.py)
     random_state_bytes     random state that a recomputed unit saves
     """
 

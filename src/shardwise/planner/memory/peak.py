@@ -7,7 +7,7 @@ from operator import attrgetter
 
 from shardwise.errors import InvalidPlan
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Mesh
 from shardwise.planner.engine_model import engine_model_of
 from shardwise.planner.fold import shorten
 from shardwise.planner.job import Job
@@ -17,7 +17,7 @@ from shardwise.planner.memory.constants import (
     FIRST_COMMUNICATOR_BYTES,
     KERNEL_BYTES,
 )
-from shardwise.planner.memory.reserved import reserve
+from shardwise.planner.memory.reserved import Room, reserve
 from shardwise.planner.memory.states import optimizer_of
 from shardwise.planner.memory.stream_peak import StreamPeak
 from shardwise.planner.ways import fp8_traces, traced_ways
@@ -88,6 +88,7 @@ def estimate_job(
     made_on_device: bool = False,
     expands: bool = False,
     quick: bool = False,
+    stops: bool = False,
 ) -> MemoryEstimate:
     """Return the memory of a step on one rank, with `batch` samples per rank per pass.
 
@@ -96,6 +97,7 @@ def estimate_job(
                      steps reuse the memory that this left reserved
     expands          the caching allocator has expandable segments
     quick            skip the model of the caching allocator: reserved is taken to be allocated
+    stops            where more than the limit is reserved, say no more than that
     """
     if batch < 1:
         raise InvalidPlan(f"micro_batch = {batch}: must be a whole number of at least 1")
@@ -105,7 +107,8 @@ def estimate_job(
     reserved = 0
     if not quick and job.device != "cpu":
         left = None if limit_bytes is None else limit_bytes - outside
-        found = reserve(job, batch=batch, limit_bytes=left, made_on_device=made_on_device, expands=expands)
+        room = Room(limit_bytes=left, made_on_device=made_on_device, expands=expands)
+        found = reserve(job, batch=batch, room=room, stops=stops)
         breakdown["other"] += found.slack_bytes
         reserved = found.reserved_bytes
     allocated = sum(breakdown.values())

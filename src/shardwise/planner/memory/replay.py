@@ -4,9 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from shardwise.planner.memory.column_sum import ColumnSum
-from shardwise.planner.memory.stream_peak import StreamPeak
-from shardwise.spec.law import Line
+from shardwise.planner.memory.stream_peak import ColumnSum, StreamPeak
+from shardwise.spec.step import Line
 from shardwise.vocabulary.categories import ACTIVATIONS, CATEGORIES, GATHERED, REDUCE
 
 _INDEX = {name: index for index, name in enumerate(CATEGORIES)}

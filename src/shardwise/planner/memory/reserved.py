@@ -25,17 +25,18 @@ from itertools import cycle, islice
 from operator import attrgetter
 
 from shardwise.planner.job import Job
-from shardwise.planner.memory.allocations import GRADIENTS, SLOTS, UNIT_GRAPHS, AllocationEntry
-from shardwise.planner.memory.allocator import SMALL_BYTES, SMALL_SEGMENT_BYTES, CachingAllocator, MemoryBlock
-from shardwise.planner.memory.column_sum import ColumnSum
-from shardwise.spec.law import Line
+from shardwise.planner.memory.allocations import GRADIENTS, SLOTS, UNIT_GRAPHS, AllocationEntry, Ledger
+from shardwise.planner.memory.allocator import (
+    SMALL_BYTES,
+    SMALL_SEGMENT_BYTES,
+    CachingAllocator,
+    MemoryBlock,
+    OutOfMemory,
+)
 from shardwise.vocabulary.categories import CATEGORIES
 
 HeldBlocks = dict[int, tuple[MemoryBlock | None, int]]
 """Slot → its block (None for small allocations) and its size."""
-
-SizedEntry = tuple[int, int | None, str]
-"""(slot, bytes, stream) of an allocation; (slot, None, "") of a release."""
 
 # Longer runs of equal units are cut to these lengths.
 _LENGTHS = (28, 40)
@@ -44,11 +45,24 @@ _MOST_ROUNDS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What the allocator may use: `limit_bytes` for tensors; the others as for `estimate_job`."""
+
+    limit_bytes: int | None = None
+    made_on_device: bool = False
+    expands: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Reserved:
-    """The most reserved bytes; and the excess of blocks over their requests at the peak of allocated bytes."""
+    """The most reserved bytes; and the excess of blocks over their requests at the peak of allocated bytes.
+
+    `is_stopped`: it needs more than the limit, and was not run further.
+    """
 
     reserved_bytes: int
     slack_bytes: int
+    is_stopped: bool = False
 
 
 def reserved_jobs(job: Job) -> list[Job]:
@@ -57,45 +71,57 @@ def reserved_jobs(job: Job) -> list[Job]:
     return [short, longer] if len(longer.short.spec.units) < len(job.spec.units) else [longer]
 
 
+def reserve(job: Job, *, batch: int, room: Room, stops: bool = False) -> Reserved:
+    """Run a job at one batch; `stops`: what needs more than the limit is only said to need more."""
+    known, key = _known(job), (batch, room)
+    if key not in known or (known[key].is_stopped and not stops):
+        jobs = [job, replace(job, as_graphs=False, _cuts={})] if job.spec.lengths and job.as_graphs else [job]
+        found = (_reserve(one, batch=batch, room=room, stops=stops) for one in jobs)
+        known[key] = max(found, key=attrgetter("is_stopped", "reserved_bytes"))
+    return known[key]
+
+
 @lru_cache(maxsize=4096)
-def reserve(
-    job: Job, *, batch: int, limit_bytes: int | None = None, made_on_device: bool = False, expands: bool = False
-) -> Reserved:
-    """Run a job at one batch on a device with `limit_bytes` for tensors; the others as for `estimate`."""
-    run = partial(_reserve, batch=batch, limit_bytes=limit_bytes, made_on_device=made_on_device, expands=expands)
-    found = run(job)
-    if job.spec.lengths and job.as_graphs:
-        ordinary = replace(job, as_graphs=False, _cuts={})
-        found = max(found, run(ordinary), key=attrgetter("reserved_bytes"))
-    return found
+def _known(job: Job) -> dict[tuple[int, Room], Reserved]:
+    """Return the cache of a job."""
+    return {}
 
 
-def _reserve(job: Job, *, batch: int, limit_bytes: int | None, made_on_device: bool, expands: bool) -> Reserved:
+def _reserve(job: Job, *, batch: int, room: Room, stops: bool) -> Reserved:
     *shorter, longer = reserved_jobs(job)
     more = len(job.spec.units) - len(longer.short.spec.units)
     in_graphs = job.as_graphs and job.unshortened.ledger.pass_memory(batch).places_gradients
-    run = partial(_run, batch=batch, in_graphs=in_graphs, made_on_device=made_on_device, expands=expands)
+    run = partial(_run, batch=batch, in_graphs=in_graphs, stops=stops)
     if not shorter:
-        return run(longer, limit_bytes=limit_bytes)
-    short = shorter[0]
-    at_short, at_longer = run(short), run(longer)
+        return run(longer, room=room)
+    short, unlimited = shorter[0], replace(room, limit_bytes=None)
+    at_short, at_longer = run(short, room=unlimited), run(longer, room=unlimited)
     num_units = len(longer.short.spec.units) - len(short.short.spec.units)
     each = (at_longer.reserved_bytes - at_short.reserved_bytes) / num_units
-    reserved = round(at_longer.reserved_bytes + more * each)
-    if limit_bytes is not None and reserved > limit_bytes:
+    reserved, slack = round(at_longer.reserved_bytes + more * each), at_longer.slack_bytes
+    if room.limit_bytes is not None and reserved > room.limit_bytes:
         # The limit for the cut model: the units that it lacks need their part.
-        left = limit_bytes - round(more * each)
-        limited = run(longer, limit_bytes=max(left, 0))
-        reserved = limited.reserved_bytes + round(more * each)
-    return Reserved(reserved_bytes=reserved, slack_bytes=at_longer.slack_bytes)
+        left = room.limit_bytes - round(more * each)
+        limited = run(longer, room=replace(room, limit_bytes=max(left, 0)))
+        return replace(limited, reserved_bytes=limited.reserved_bytes + round(more * each), slack_bytes=slack)
+    return Reserved(reserved_bytes=reserved, slack_bytes=slack)
 
 
-def _run(
-    job: Job, *, batch: int, in_graphs: bool, made_on_device: bool, expands: bool, limit_bytes: int | None = None
-) -> Reserved:
+def _run(job: Job, *, batch: int, in_graphs: bool, room: Room, stops: bool) -> Reserved:
     """Run a job; `in_graphs`: averaged gradients lie in the memory of graphs."""
-    allocator = CachingAllocator(limit_bytes=limit_bytes, expands=expands)
+    allocator = CachingAllocator(limit_bytes=room.limit_bytes, expands=room.expands, stops=stops)
     run = _Run(batch, gradients_in=UNIT_GRAPHS if in_graphs else "", allocator=allocator)
+    try:
+        _steps(run, job, in_graphs=in_graphs, made_on_device=room.made_on_device)
+    except OutOfMemory:
+        assert room.limit_bytes is not None
+        return Reserved(reserved_bytes=room.limit_bytes + 1, slack_bytes=0, is_stopped=True)
+    small = -(-run.most_small // SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES
+    return Reserved(reserved_bytes=run.allocator.most_reserved_bytes + small, slack_bytes=run.slack_at_peak)
+
+
+def _steps(run: "_Run", job: Job, *, in_graphs: bool, made_on_device: bool) -> None:
+    """Allocate what there is before the first step, and run steps until they repeat."""
     takes_first = job.engine.takes_workspaces_first
     if takes_first:
         run.allocate_workspaces(job)
@@ -103,21 +129,19 @@ def _run(
     if made_on_device:
         sizes = [param.num_bytes for unit in job.short.spec.units for param in unit.params]
         made = {number: (run.allocate(size), size) for number, size in enumerate(sizes)}
-    for size in _sizes_before(job, batch=batch):
+    for size in _sizes_before(job, batch=run.batch):
         run.allocate(size)
     run.free_all(made)
     if job.as_graphs:
         # Before graphs are recorded, the state is moved and unused memory given back.
         run.allocate_moments(job)
-        num_bytes = job.ledger.pass_memory(batch).graph_bytes(with_gradients=in_graphs)
+        num_bytes = job.ledger.pass_memory(run.batch).graph_bytes(with_gradients=in_graphs)
         run.free_all({0: (run.allocate(num_bytes, UNIT_GRAPHS), num_bytes)})
         # Those of the stream on which graphs are recorded.
         run.allocate_workspaces(job, UNIT_GRAPHS)
     else:
         _first_step(run, job, workspace=0 if takes_first else job.rules.workspace_bytes // 2)
     _later_steps(run, job)
-    small = -(-run.most_small // SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES
-    return Reserved(reserved_bytes=run.allocator.most_reserved_bytes + small, slack_bytes=run.slack_at_peak)
 
 
 def _shares(job: Job) -> tuple[list[float], list[float]]:
@@ -138,16 +162,17 @@ def _first_step(run: "_Run", job: Job, *, workspace: int) -> None:
     passes, _ = _shares(job)
     for number, share in enumerate(passes):
         ledger = job.ledger if number else job.first_ledger
-        forward, backward, after = (run.sized(part, share=share) for part in ledger.parts())
+        forward, backward, after = ledger.parts()
+        sizes = run.sized(ledger, share=share)
         if not number:
             run.allocate(workspace)
-        held = run.replay(forward, {})
+        held = run.replay(forward, {}, sizes=sizes)
         if not number:
             run.allocate(workspace)
-        held = run.replay(backward, held)
+        held = run.replay(backward, held, sizes=sizes)
         if number + 1 == len(passes):
             run.allocate_moments(job)
-        run.free_all(run.replay(after, held))
+        run.free_all(run.replay(after, held, sizes=sizes))
 
 
 def _later_steps(run: "_Run", job: Job) -> None:
@@ -158,7 +183,7 @@ def _later_steps(run: "_Run", job: Job) -> None:
     request.
     """
     _, shares = _shares(job)
-    steps = {share: run.sized(job.ledger.entries, share=share) for share in set(shares)}
+    sizes = {share: run.sized(job.ledger, share=share) for share in set(shares)}
     longest = 0.0
     for _ in range(_MOST_ROUNDS if len(shares) > 1 else 2):
         num_segments, run.peak = run.allocator.num_segments, 0
@@ -166,7 +191,7 @@ def _later_steps(run: "_Run", job: Job) -> None:
             if longest and share > longest and job.as_graphs:
                 run.allocator.give_back(without=(UNIT_GRAPHS, SLOTS))
             longest = max(longest, share)
-            run.free_all(run.replay(steps[share], {}))
+            run.free_all(run.replay(job.ledger.entries, {}, sizes=sizes[share]))
         if run.allocator.num_segments == num_segments:
             return
 
@@ -194,7 +219,7 @@ class _Run:
             if self.small > self.most_small:
                 self.most_small = self.small
             return None
-        block = self.allocator.allocate(num_bytes, stream=stream)
+        block = self.allocator.allocate(num_bytes, stream)
         self.requested += num_bytes
         if self.allocator.allocated_bytes > self.peak:
             self.peak = self.allocator.allocated_bytes
@@ -211,45 +236,46 @@ class _Run:
         for size in [*(size for states in job.states.values() for size in states.moments), *job.owned_moments]:
             self.allocate(size)
 
-    def sized(self, entries: Sequence[AllocationEntry], *, share: float = 1.0) -> list[SizedEntry]:
-        """Return entries with their sizes at this batch, or at a share of its elements."""
-        batch, of_gradients = self.batch, self._gradients_in
-
-        def at(size: Line | ColumnSum) -> int:
-            whole = size.at(batch)
-            return whole if share == 1 else whole - round((1 - share) * (whole - size.at(0)))
-
+    def sized(self, ledger: Ledger, *, share: float = 1.0) -> list[int]:
+        """Return the ledger's sizes at this batch, or at a share of its elements."""
+        found = [size.at(self.batch) for size in ledger.sizes]
+        if share == 1:
+            return found
         return [
-            (slot, None if size is None else at(size), of_gradients if stream == GRADIENTS else stream)
-            for slot, size, stream in entries
+            whole - round((1 - share) * (whole - size.at(0))) for size, whole in zip(ledger.sizes, found, strict=True)
         ]
 
-    def replay(self, entries: Sequence[SizedEntry], held: HeldBlocks) -> HeldBlocks:
+    def replay(self, entries: Sequence[AllocationEntry], held: HeldBlocks, *, sizes: Sequence[int]) -> HeldBlocks:
         """Run entries of a step, starting with the blocks that earlier ones hold; return those held afterwards.
 
         `allocate` and `_free` are written out, since this is most of a search's time.
         """
-        allocate, free = self.allocator.allocate, self.allocator.free
-        for slot, num_bytes, stream in entries:
-            if num_bytes is None:
+        allocator, gradients_in = self.allocator, self._gradients_in
+        allocate, free = allocator.allocate, allocator.free
+        small, requested = self.small, self.requested
+        for slot, number, stream in entries:
+            if number < 0:
                 if slot in held:
                     block, num_bytes = held.pop(slot)
                     if block is None:
-                        self.small -= num_bytes
+                        small -= num_bytes
                     else:
-                        self.requested -= num_bytes
+                        requested -= num_bytes
                         free(block)
-            elif num_bytes <= SMALL_BYTES:
-                self.small += num_bytes
-                if self.small > self.most_small:
-                    self.most_small = self.small
+                continue
+            num_bytes = sizes[number]
+            if num_bytes <= SMALL_BYTES:
+                small += num_bytes
+                if small > self.most_small:
+                    self.most_small = small
                 held[slot] = None, num_bytes
             else:
-                held[slot] = allocate(num_bytes, stream=stream), num_bytes
-                self.requested += num_bytes
-                if self.allocator.allocated_bytes > self.peak:
-                    self.peak = self.allocator.allocated_bytes
-                    self.slack_at_peak = self.peak - self.requested
+                held[slot] = allocate(num_bytes, gradients_in if stream == GRADIENTS else stream), num_bytes
+                requested += num_bytes
+                if allocator.allocated_bytes > self.peak:
+                    self.peak = allocator.allocated_bytes
+                    self.slack_at_peak = self.peak - requested
+        self.small, self.requested = small, requested
         return held
 
     def free_all(self, held: HeldBlocks) -> None:

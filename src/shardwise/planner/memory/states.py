@@ -10,11 +10,10 @@ from typing import Any
 
 from shardwise.errors import UnknownName
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import Placement
+from shardwise.plan.placement import Mesh, Placement
 from shardwise.planner.memory.constants import MemoryRules
 from shardwise.program.buffers import FlatSpec, flat_specs, num_pieces
-from shardwise.program.rules.host import has_states_on_host
+from shardwise.program.rules.context import has_states_on_host
 from shardwise.spec import TensorSpec, UnitSpec
 from shardwise.spec.block_matrices import is_block_matrix
 from shardwise.vocabulary.layout import Layout, piece_of_slice

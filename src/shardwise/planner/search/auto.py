@@ -1,13 +1,16 @@
 """`solve_plan`: finds the plan for `strategy = "auto"`: a model, a cluster and a memory budget → one plan."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import inf
 
+from shardwise.hardware.cluster import with_budget
 from shardwise.plan import Plan
+from shardwise.plan.limits import strategies_of
 from shardwise.plan.patterns import Patterns
-from shardwise.plan.placement import AUTO
-from shardwise.planner.search.candidates import Candidate, SpecFor, cost
+from shardwise.plan.placement import AUTO, STRATEGIES
+from shardwise.planner.search.candidates import Candidate, SpecFor, candidates, cost
 from shardwise.planner.search.compile_choice import compiling_pays, tried_first
 from shardwise.planner.search.dial import Dial, turned_units
 from shardwise.planner.search.dial_cost import DialCosts
@@ -22,7 +25,6 @@ from shardwise.planner.search.request import (
     may_use_host,
     options_of,
     uses_host,
-    with_budget,
     with_settings,
 )
 from shardwise.planner.search.reserved_search import WORTH_A_LOOK, best_reserved
@@ -40,8 +42,62 @@ class Solved:
     num_replays: int
 
 
-def solve_plan(spec_for: SpecFor, *, request: AutoRequest) -> Solved:
+def solve_plan(spec_for: SpecFor, *, request: AutoRequest, fixed: Sequence[Candidate] | None = None) -> Solved:
     """Return the best plan that fits the budget with the planner's error band; raises NoPlanFits if there is none.
+
+    It is never behind one of `fixed`, the plans with one choice for all units (default: they are computed here): the
+    solver looks at fewer batches of each than they do.
+    """
+    try:
+        found = _solved(spec_for, request=request)
+    except NoPlanFits:
+        best = _best_fixed(spec_for, request=request, fixed=fixed, merit=-inf)
+        if best is None:
+            raise
+        return Solved(candidate=best, num_replays=0)
+    best = _best_fixed(spec_for, request=request, fixed=fixed, merit=_merit(found.candidate, goal=request.goal))
+    return replace(found, candidate=best) if best is not None else found
+
+
+def _best_fixed(
+    spec_for: SpecFor, *, request: AutoRequest, fixed: Sequence[Candidate] | None, merit: float
+) -> Candidate | None:
+    """Return the best plan with one choice for all units, if it fits and is better than this merit."""
+
+    def better(found: Sequence[Candidate]) -> list[Candidate]:
+        return [one for one in found if one.fits == "yes" and one.time and _merit(one, goal=request.goal) > merit]
+
+    if fixed is None:
+        # The allocator's model takes most of the time, and lets no plan fit that does not fit without it.
+        fixed = better(_fixed(spec_for, request=request, quick=True))
+        if not request.quick:
+            fixed = _fixed(spec_for, request=request, rows=list(dict.fromkeys(one.plan.strategy for one in fixed)))
+    found = max(better(fixed), key=lambda one: _merit(one, goal=request.goal), default=None)
+    return replace(found, label=AUTO) if found is not None else None
+
+
+def _fixed(
+    spec_for: SpecFor, *, request: AutoRequest, rows: Sequence[str] | None = None, quick: bool = False
+) -> list[Candidate]:
+    """Return plans with one choice for all units, each at its best micro-batch and recompute mode."""
+    plan, rows = request.plan, rows if rows is not None else request.rows or strategies_of(request.plan.engine)
+    update = "step" if plan.update == AUTO else plan.update
+    compiled = "none" if plan.compile == AUTO else plan.compile
+    return candidates(
+        spec_for,
+        plan=_given(replace(request, plan=replace(plan, update=update, compile=compiled))),
+        strategies=[row for row in rows if not plan.offload_states or STRATEGIES[row].grads.is_sharded],
+        cluster=with_budget(request.cluster, budget_bytes=request.budget_bytes),
+        optimizer=request.optimizer,
+        goal=request.goal,
+        quick=quick,
+        global_batch=request.global_batch,
+        recomputes=request.recomputes,
+    )
+
+
+def _solved(spec_for: SpecFor, *, request: AutoRequest) -> Solved:
+    """Solve.
 
     If time cannot be predicted, return the simplest plan that fits, with the same choice for every unit. Host memory is
     tried where nothing fits without it; where the cluster states it, also instead of recomputation. For long sequences,
@@ -51,7 +107,7 @@ def solve_plan(spec_for: SpecFor, *, request: AutoRequest) -> Solved:
     if request.plan.update == AUTO:
         by_step = with_settings(request, update="step")
         in_backward = with_settings(request, update="backward") if may_update_in_backward(request) else None
-        return _or_better(lambda: solve_plan(spec_for, request=by_step), spec_for=spec_for, other=in_backward)
+        return _or_better(lambda: _solved(spec_for, request=by_step), spec_for=spec_for, other=in_backward)
     costs = costs_of(spec_for, request=request)
     tiles = tiles_of(costs.spec, plan=request.plan)
     tiled = with_settings(request, tile=tiles) if tiles else None
@@ -65,15 +121,14 @@ def _or_better(solve: Callable[[], Solved], *, spec_for: SpecFor, other: AutoReq
     except NoPlanFits:
         if other is None:
             raise
-        return solve_plan(spec_for, request=other)
+        return _solved(spec_for, request=other)
     if other is not None and (uses_host(found.candidate.plan) or _recomputes_units(found.candidate.plan)):
         with suppress(NoPlanFits):
-            return max(found, solve_plan(spec_for, request=other), key=lambda one: _merit(one, goal=other.goal))
+            return max(found, _solved(spec_for, request=other), key=lambda one: _merit(one.candidate, goal=other.goal))
     return found
 
 
-def _merit(solved: Solved, *, goal: str) -> float:
-    found = solved.candidate
+def _merit(found: Candidate, *, goal: str) -> float:
     return found.samples_per_s if goal == "throughput" else -found.memory.device_bytes
 
 

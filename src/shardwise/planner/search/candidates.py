@@ -3,26 +3,23 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import log2
 from typing import Protocol
 
 from shardwise.hardware import Cluster
+from shardwise.hardware.cluster import capacity_bytes
 from shardwise.plan import Plan
 from shardwise.plan.limits import LIMITS
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import ACROSS, STRATEGIES
+from shardwise.plan.placement import ACROSS, STRATEGIES, Mesh
 from shardwise.planner.engine_model import engine_model_of
-from shardwise.planner.fp8_devices import check_planned_fp8
 from shardwise.planner.job import Job
 from shardwise.planner.memory.peak import MemoryEstimate, estimate_job
 from shardwise.planner.memory.states import may_cross
-from shardwise.planner.search.dial import across_on
-from shardwise.planner.search.micro_batches import MicroBatches, largest_fitting, micro_batches_of
+from shardwise.planner.search.micro_batches import MicroBatches, across_on, largest_fitting, meshes, micro_batches_of
 from shardwise.planner.systems import OWN, System
-from shardwise.planner.time.band import TimeBand, time_band
-from shardwise.planner.time.fabric_range import over_slower_fabric
+from shardwise.planner.time.band import TimeBand, over_slower_fabric, time_band
 from shardwise.planner.time.step_time import TimeEstimate, job_on, time_job
 from shardwise.planner.traffic import sent_bytes
+from shardwise.planner.ways import check_planned_fp8
 from shardwise.spec import ModelSpec
 from shardwise.vocabulary.html_table import html_table
 from shardwise.vocabulary.quantities import bytes_text
@@ -42,7 +39,7 @@ class Candidate:
     """A plan with its cost on a cluster. `fits` is yes, tight (within the error band), no, or unknown.
 
     `time` is None if it cannot be predicted (step_time.why_not_timed). `label`: its name, if not the strategy's.
-    `slow_seconds`: of a step over the slowest fabric that an assumed one stands for (fabric_range.py).
+    `slow_seconds`: of a step over the slowest fabric that an assumed one stands for (band.py).
     """
 
     plan: Plan
@@ -91,7 +88,7 @@ class Candidate:
 
     @property
     def samples_per_s(self) -> float:
-        """Of all ranks together; 0 if its time is not predicted."""
+        """Return the samples per second of all ranks together; 0 if the time is not predicted."""
         return self.time.samples_per_s if self.time is not None else 0.0
 
     @property
@@ -105,10 +102,6 @@ class Candidate:
         if self.time is not None and self.slow_seconds is not None:
             slower = max(self.slow_seconds / self.time.step_seconds - 1, 0.0)
         return time_band(plan=self.plan, cluster=self.cluster, host_share=host_share, system=self.system, slower=slower)
-
-
-def capacity_bytes(cluster: Cluster) -> int | None:
-    return cluster.device.capacity_bytes.value if cluster.device.capacity_bytes is not None else None
 
 
 def cost(
@@ -154,18 +147,22 @@ def _job(
     return job_on(spec, plan=plan, cluster=cluster, optimizer=optimizer, is_wrapped=wrapped, as_graphs=as_graphs)
 
 
-def _memory(job: Job, *, batch: int, cluster: Cluster, quick: bool, system: System) -> MemoryEstimate:
+def _memory(
+    job: Job, *, batch: int, cluster: Cluster, quick: bool, system: System, stops: bool = False
+) -> MemoryEstimate:
     capacity, added = capacity_bytes(cluster), system.added_bytes(job.spec, strategy=job.plan.strategy)
     limit = round(capacity / (1 + job.engine.error_band)) - added if capacity is not None else None
+    expands = system.is_expandable
     found = cluster_memory(
-        job, batch=batch, cluster=cluster, limit_bytes=limit, expands=system.is_expandable, quick=quick
+        job, batch=batch, cluster=cluster, limit_bytes=limit, expands=expands, quick=quick, stops=stops
     )
     return found.plus(added) if added else found
 
 
 def cluster_memory(
-    job: Job, *, batch: int, cluster: Cluster, limit_bytes: int | None, quick: bool, expands: bool = False
-) -> MemoryEstimate:
+    job: Job, *, batch: int, cluster: Cluster, limit_bytes: int | None, quick: bool, expands: bool = False,
+    stops: bool = False,
+) -> MemoryEstimate:  # fmt: skip
     """Return the memory of a job on a cluster (peak.estimate_job)."""
     device = cluster.device
     return estimate_job(
@@ -176,6 +173,7 @@ def cluster_memory(
         limit_bytes=limit_bytes,
         expands=expands or (cluster.expands_segments and not job.plan.captures),
         quick=quick,
+        stops=stops,
     )
 
 
@@ -208,7 +206,7 @@ def largest_batch(
     job = _job(spec, plan=plan, cluster=cluster, optimizer=optimizer, system=system)
 
     def fits(batch: int, *, quick: bool) -> bool:
-        memory = _memory(job, batch=batch, cluster=cluster, quick=quick, system=system)
+        memory = _memory(job, batch=batch, cluster=cluster, quick=quick, system=system, stops=True)
         return _fits(memory, job=job, cluster=cluster) == "yes"
 
     batch = largest_fitting(lambda batch: fits(batch, quick=True))
@@ -372,23 +370,7 @@ def _largest_divisor(
         job = _job(spec, plan=chosen, cluster=cluster, optimizer=optimizer, system=system)
         # If its tensors alone do not fit, the allocator's model need not be run.
         looks = (True,) if quick else (True, False)
-        peaks = (_memory(job, batch=batch, cluster=cluster, quick=look, system=system) for look in looks)
+        peaks = (_memory(job, batch=batch, cluster=cluster, quick=look, system=system, stops=True) for look in looks)
         if all(_fits(peak, job=job, cluster=cluster) in ("yes", "unknown") for peak in peaks):
             return batch
     return batches.allowed()[0]
-
-
-def meshes(strategy: str, *, plan: Plan, cluster: Cluster) -> list[Mesh]:
-    """Return the plan's mesh; else all ranks on the shard axis and, on several nodes, shards of one node and of √nodes.
-
-    A strategy that shards nothing is the same on every mesh.
-    """
-    if plan.mesh is not None:
-        return [plan.mesh]
-    num_ranks, per_node = cluster.num_ranks, cluster.devices_per_node
-    flat = Mesh(shard=num_ranks)
-    if not STRATEGIES[strategy].optim.is_sharded:
-        return [flat]
-    nodes = sorted({1, 2 ** round(log2(cluster.num_nodes) / 2)}, reverse=True)
-    shards = [per_node * count for count in nodes if count < cluster.num_nodes and cluster.num_nodes % count == 0]
-    return [flat, *(Mesh(replicate=num_ranks // shard, shard=shard) for shard in shards)]

@@ -11,8 +11,7 @@ from itertools import chain, combinations
 from math import inf
 from typing import NamedTuple
 
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import STRATEGIES
+from shardwise.plan.placement import STRATEGIES, Mesh
 from shardwise.planner.search.dial import Choice, Dial
 from shardwise.planner.search.dial_cost import DialCosts
 from shardwise.planner.search.micro_batches import MicroBatches

@@ -15,9 +15,8 @@ from itertools import groupby
 from typing import NamedTuple
 
 from shardwise.plan import Plan
-from shardwise.plan.limits import LIMITS
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import ACROSS, STRATEGIES
+from shardwise.plan.placement import STRATEGIES, Mesh
+from shardwise.planner.search.micro_batches import across_on
 from shardwise.spec import ROOT, ModelSpec, UnitSpec
 
 _NUMBERED = re.compile(r"(.*?)(\d+)")
@@ -103,14 +102,6 @@ def plan_of(dial: Dial, *, names: Sequence[str], base: Plan, may_cross: bool = T
         accumulate=dial.accumulate,
         accumulate_reduced=dial.accumulate_reduced,
     )
-
-
-def across_on(mesh: Mesh, *, rows: Iterable[str], base: Plan, may_cross: bool) -> str:
-    """Return the strategy of `base` across a mesh, or the one that shards the most; none where nothing is sharded."""
-    if mesh.replicate == 1 or not any(STRATEGIES[row].params.is_sharded for row in rows):
-        return ACROSS[0]
-    can = may_cross and LIMITS[base.engine].has("across") and not base.owned
-    return base.across if base.is_sharded_across or not can else ACROSS[-1]
 
 
 def _on_host(dial: Dial, what: str, *, names: Sequence[str]) -> bool | tuple[str, ...]:

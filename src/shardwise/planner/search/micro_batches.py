@@ -1,10 +1,14 @@
-"""The micro-batches that a search may try, and the passes of a step with each. No torch."""
+"""What a search may try for a whole job: micro-batches with their passes, and meshes with what is sharded over them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import log2
 
 from shardwise.errors import InvalidPlan
+from shardwise.hardware import Cluster
 from shardwise.plan import Plan
+from shardwise.plan.limits import LIMITS
+from shardwise.plan.placement import ACROSS, STRATEGIES, Mesh
 
 MOST_BATCH = 2**10
 """The largest micro-batch of any search: a tiny model is not trained with the thousands of samples that fit."""
@@ -77,3 +81,27 @@ def largest_fitting(fits: Callable[[int], bool]) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
+
+
+def meshes(strategy: str, *, plan: Plan, cluster: Cluster) -> list[Mesh]:
+    """Return the plan's mesh; else all ranks on the shard axis and, on several nodes, shards of one node and of √nodes.
+
+    A strategy that shards nothing is the same on every mesh.
+    """
+    if plan.mesh is not None:
+        return [plan.mesh]
+    num_ranks, per_node = cluster.num_ranks, cluster.devices_per_node
+    flat = Mesh(shard=num_ranks)
+    if not STRATEGIES[strategy].optim.is_sharded:
+        return [flat]
+    nodes = sorted({1, 2 ** round(log2(cluster.num_nodes) / 2)}, reverse=True)
+    shards = [per_node * count for count in nodes if count < cluster.num_nodes and cluster.num_nodes % count == 0]
+    return [flat, *(Mesh(replicate=num_ranks // shard, shard=shard) for shard in shards)]
+
+
+def across_on(mesh: Mesh, *, rows: Iterable[str], base: Plan, may_cross: bool) -> str:
+    """Return the strategy of `base` across a mesh, or the one that shards the most; none where nothing is sharded."""
+    if mesh.replicate == 1 or not any(STRATEGIES[row].params.is_sharded for row in rows):
+        return ACROSS[0]
+    can = may_cross and LIMITS[base.engine].has("across") and not base.owned
+    return base.across if base.is_sharded_across or not can else ACROSS[-1]

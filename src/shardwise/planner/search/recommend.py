@@ -34,7 +34,7 @@ class Reason(Enum):
     NEARLY_FASTEST = "the simplest within PAIR_BAND of the fastest, or of those that leave ROOM"
     FASTEST = "the fastest"
     ONLY_ONE = "the only one that fits"
-    ASKED = "the only one that was asked for"
+    ASKED = "the only strategy that was asked for"
     CAPACITY_UNKNOWN = "none: the device's capacity is not known"
     NOTHING_FITS = "none: nothing fits"
 
@@ -110,7 +110,7 @@ def recommend(
         best = _smallest(fitting) if goal == "memory" else best_of(fitting)
         assert best is not None
         first = best if goal == "memory" else max(fitting, key=_SPEED)
-        reason = _reason(best, fitting, first=first, goal=goal, is_asked=len(found) == 1)
+        reason = _reason(best, fitting, first=first, goal=goal, is_asked=len({one.plan.strategy for one in found}) == 1)
         is_behind = reason is Reason.NEARLY_FASTEST
         return Recommendation(
             index=found.index(best),

@@ -9,7 +9,7 @@ from shardwise.hardware.cluster import make_cluster
 from shardwise.hardware.prices import Price
 from shardwise.plan import Plan
 from shardwise.plan.limits import strategies_of
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Mesh
 from shardwise.planner.search.auto import solve_plan
 from shardwise.planner.search.candidates import Candidate, SpecFor, candidates, cost
 from shardwise.planner.search.larger_clusters import PER_NODE
@@ -154,7 +154,7 @@ def best_in_host_memory(spec_for: SpecFor, *, request: AutoRequest) -> Candidate
         )
         if smallest.fits == "yes" and smallest.time is not None:
             try:
-                return solve_plan(spec_for, request=request).candidate
+                return solve_plan(spec_for, request=request, fixed=()).candidate
             except NoPlanFits:
                 return None
     return None

@@ -6,15 +6,14 @@ from typing import Any
 
 from shardwise.errors import ShardwiseError
 from shardwise.hardware import Cluster
-from shardwise.hardware.sourced import Sourced
+from shardwise.hardware.cluster import capacity_bytes, with_budget
 from shardwise.plan import Plan
 from shardwise.plan.limits import LIMITS, strategies_of
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Mesh
 from shardwise.planner.memory.states import needs_whole_matrices
-from shardwise.planner.search.candidates import capacity_bytes, meshes
 from shardwise.planner.search.dial import ACTIVATIONS, STATES, Choice
 from shardwise.planner.search.dial_cost import DialCosts
-from shardwise.planner.search.micro_batches import MicroBatches, micro_batches_of
+from shardwise.planner.search.micro_batches import MicroBatches, meshes, micro_batches_of
 
 MOST_TIMES = 1024
 """The most devices that are tried where nothing fits, as a multiple of those that were asked for."""
@@ -53,15 +52,6 @@ class AutoRequest:
 
 def with_settings(request: AutoRequest, **settings: Any) -> AutoRequest:
     return replace(request, plan=replace(request.plan, **settings))
-
-
-def with_budget(cluster: Cluster, *, budget_bytes: int | None) -> Cluster:
-    """Return the cluster with its devices limited to the budget."""
-    capacity = capacity_bytes(cluster)
-    if budget_bytes is None or (capacity is not None and capacity <= budget_bytes):
-        return cluster
-    budget = Sourced(value=budget_bytes, kind="datasheet", source="the budget that was asked for")
-    return replace(cluster, device=replace(cluster.device, capacity_bytes=budget))
 
 
 def limit_bytes(costs: DialCosts, *, request: AutoRequest) -> float:

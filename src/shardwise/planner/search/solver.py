@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import inf
 
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Mesh
 from shardwise.planner.search.climb import Climb
 from shardwise.planner.search.dial import STATES, Choice, Dial
 from shardwise.planner.search.dial_cost import DialCosts

@@ -3,10 +3,10 @@
 from dataclasses import replace
 from math import inf
 
+from shardwise.hardware.cluster import capacity_bytes, with_budget
 from shardwise.plan.limits import LIMITS, strategies_of
 from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.memory.states import needs_whole_matrices
-from shardwise.planner.search.candidates import capacity_bytes
 from shardwise.planner.search.dial import Choice, Dial
 from shardwise.planner.search.dial_cost import DialCosts
 from shardwise.planner.search.request import (
@@ -17,7 +17,6 @@ from shardwise.planner.search.request import (
     limit_bytes,
     may_use_host,
     options_of,
-    with_budget,
 )
 from shardwise.planner.search.solver import Solver
 from shardwise.vocabulary.quantities import bytes_text

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from shardwise.hardware import Cluster
+from shardwise.planner.engine_model import Overhead
 from shardwise.planner.job import Job
-from shardwise.planner.overhead import Overhead
-from shardwise.planner.sizes import MASTER_BYTES, UnitSizes
 from shardwise.planner.time.host_link import host_bytes_per_s, host_memory_speed
 from shardwise.planner.time.queues import CALL, LOAD, STREAM, SYNC, WAIT, Instruction
-from shardwise.program.rules.host import MOST_GRADS, has_states_on_host, overdue, saved_before
+from shardwise.planner.whole_matrices import MASTER_BYTES, UnitSizes
+from shardwise.program.rules.context import MOST_GRADS, has_states_on_host, overdue, saved_before
 
 
 @dataclass(kw_only=True)

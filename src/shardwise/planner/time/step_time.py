@@ -7,17 +7,15 @@ from functools import lru_cache
 from shardwise.hardware import Cluster
 from shardwise.hardware.borrowed import host_factor
 from shardwise.plan import Plan
+from shardwise.planner.engine_model import HOST_SLOWDOWN, SLOWDOWN, UNIT_GRAPH_SECONDS
 from shardwise.planner.job import Job
 from shardwise.planner.memory.peak import job_of
-from shardwise.planner.overhead import HOST_SLOWDOWN, SLOWDOWN, UNIT_GRAPH_SECONDS
 from shardwise.planner.systems import OWN, System
-from shardwise.planner.time.collective import Rings, can_link, rings_of
+from shardwise.planner.time.collective import Rings, can_link, rings_of, straggler_seconds
 from shardwise.planner.time.compute import can_time
 from shardwise.planner.time.host_link import host_bytes_per_s
-from shardwise.planner.time.instructions import Schedule, schedule_of
-from shardwise.planner.time.pieces import Pieces, timed_pieces
+from shardwise.planner.time.pieces import Pieces, Schedule, schedule_of, timed_pieces
 from shardwise.planner.time.queues import Queues, WorkSeconds
-from shardwise.planner.time.straggler import straggler_seconds
 from shardwise.spec import ModelSpec
 from shardwise.spec.step import IN_UNIT
 from shardwise.vocabulary.span import Span
@@ -299,6 +297,5 @@ def _mfu(prepared: _Prepared, *, samples: int, step_seconds: float) -> float | N
     peak = prepared.cluster.device.flops_per_s(prepared.job.precision)
     if peak is None:
         return None
-    params = [tensor for unit in prepared.job.spec.units for tensor in unit.params]
-    trained = sum(one.num_elements for one in params if one.trainable) / sum(one.num_elements for one in params)
-    return (2 + trained) * prepared.pieces.forward_flops.at(samples) / (step_seconds * peak.value)
+    pieces = prepared.pieces
+    return (2 + pieces.trained) * pieces.forward_flops.at(samples) / (step_seconds * peak.value)

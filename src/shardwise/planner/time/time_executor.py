@@ -6,19 +6,18 @@ from functools import partial
 from typing import ClassVar, assert_never
 
 from shardwise.hardware import Cluster
+from shardwise.planner.engine_model import Overhead
+from shardwise.planner.fold import skipped_action
 from shardwise.planner.job import Job
-from shardwise.planner.overhead import Overhead
-from shardwise.planner.sizes import MASTER_BYTES, UnitSizes
 from shardwise.planner.time.collective import Ring, Rings
 from shardwise.planner.time.compute import copy_seconds, update_seconds
 from shardwise.planner.time.host_traffic import HostTraffic
 from shardwise.planner.time.muon_update import muon_seconds
 from shardwise.planner.time.queues import CALL, COMPUTE, SEND, WAIT, Instruction, WorkSeconds
-from shardwise.planner.trace_order import skipped_action
-from shardwise.planner.whole_matrices import matrix_sizes
+from shardwise.planner.whole_matrices import MASTER_BYTES, UnitSizes, matrix_sizes
 from shardwise.program import Bucket, Kind, Operation, Row, Trigger
-from shardwise.program.compiled_program import Action
-from shardwise.program.rules.updates import is_in_backward
+from shardwise.program.rules.context import is_in_backward
+from shardwise.program.run import Action
 
 # A float64.
 _NORM_BYTES = 8

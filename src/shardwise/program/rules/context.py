@@ -1,10 +1,19 @@
-"""The context that all rules are given, and a set of rules: `rule(state, event, context) -> (state, operations)`."""
+"""The context that all rules are given, and a set of rules: `rule(state, event, context) -> (state, operations)`.
 
-from collections.abc import Callable, Mapping
+Engine and planner follow what is said here of host memory, and of when the optimizer steps a unit:
+
+states       of units with sharded gradients, by plan
+gradients    go to the CPU, or are read by an update of states there; a few at a time, or the device would hold them all
+activations  of a unit leave while the next one's forward runs, and return while its backward does; the last ones stay
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
+from shardwise.plan import Plan
 from shardwise.plan.placement import Placement
 from shardwise.program.operations import OF_A_STEP, Bucket, Kind, Operation, Trigger
 from shardwise.spec import ROOT
@@ -135,3 +144,40 @@ def one_per_trigger(*rules: Rule) -> Mapping[Trigger, Rule]:
 def update_only(state: Any, event: StepEvent, context: StepContext) -> tuple[Any, tuple[Operation, ...]]:
     """Update, as the rule after a step with nothing to gather again."""
     return state, (Operation(kind=Kind.UPDATE, subject=ROOT),)
+
+
+MOST_GRADS = 2
+"""Gradients of flat buffers that are on their way at once; the device waits for earlier ones."""
+
+MOST_SAVED = 1
+"""Units whose activations are on their way when a forward ends."""
+
+Item = TypeVar("Item")
+
+
+def has_states_on_host(unit: str, *, plan: Plan, placement: Placement) -> bool:
+    """Return whether the states of a unit live in host memory."""
+    return placement.grads.is_sharded and plan.has_states_on_host(unit)
+
+
+def overdue(under_way: deque[Item], *, most: int) -> Iterator[Item]:
+    """Take off, oldest first, what must have arrived before anything else leaves: `most` may be on their way."""
+    while len(under_way) > most:
+        yield under_way.popleft()
+
+
+def saved_before(unit: str, *, saving: Sequence[str]) -> str | None:
+    """Return the unit that saves before this one: what it has saved is away from this one's forward to its backward."""
+    place = saving.index(unit) if unit in saving else 0
+    return saving[place - 1] if place else None
+
+
+def is_in_backward(plan: Plan, placement: Placement) -> bool:
+    """Return whether a unit is stepped inside backward, as soon as its gradients are averaged."""
+    return plan.updates_in_backward and placement.grads.is_sharded
+
+
+def takes_grads(unit: str, *, plan: Plan, placement: Placement) -> bool:
+    """Return whether averaged gradients leave the device, or are used and freed, before backward ends."""
+    by_cpu = plan.offload_update == "host" and has_states_on_host(unit, plan=plan, placement=placement)
+    return by_cpu or is_in_backward(plan, placement)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from shardwise.program.operations import Bucket, Kind, Operation
 from shardwise.program.rules.context import Rules, StepContext, StepEvent, one_per_trigger
@@ -173,8 +174,8 @@ def _gather_and_wait(state: State, unit: str, coming: tuple[str, ...], context: 
 
 def _wanted(unit: str, coming: tuple[str, ...], context: StepContext) -> list[str]:
     """Return the unit that computes, and the next `prefetch` sharded ones."""
-    ahead = [other for other in dict.fromkeys(coming) if context.sharded(other)]
-    return list(dict.fromkeys((unit, *ahead[: context.prefetch])))
+    ahead = islice((other for other in dict.fromkeys(coming) if context.sharded(other)), context.prefetch)
+    return list(dict.fromkeys((unit, *ahead)))
 
 
 def _under_way(gathered: Iterable[str], context: StepContext) -> set[str]:

@@ -14,8 +14,7 @@ from shardwise.bench.modes import is_ours
 from shardwise.bench.results import Bench
 from shardwise.errors import ShardwiseError
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import Placement, placement_of
+from shardwise.plan.placement import Mesh, Placement, placement_of
 from shardwise.profile.memory_ledger import LedgerEntry, MemoryLedger
 from shardwise.program import Kind
 from shardwise.report.page.captions import beginning, caption

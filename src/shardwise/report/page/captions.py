@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping
 
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import Placement
+from shardwise.plan.placement import Mesh, Placement
 from shardwise.program import Kind
 
 SIZE = "{size}"

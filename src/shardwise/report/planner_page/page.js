@@ -62,7 +62,9 @@ const plannerPage = (() => {
 
   function showControls() {
     const { device, gpus, offered } = cluster(), nodes = gpus / offers.per_node, most = Math.ceil(offered.capacity_bytes / GIB);
+    if (![...at("model").options].some(({ value }) => value === state.model)) at("model").prepend(option(state.model));
     at("model").value = state.model;
+    at("folder").hidden = true;
     at("device").value = device;
     slider("gpus", counts(), gpus, nodes > 1 ? `${gpus} (${nodes} nodes)` : `${gpus}`);
     slider("batch", BATCHES, state.micro_batch ? Number(state.micro_batch) : null, state.micro_batch ? `${state.micro_batch} per GPU` : "most that fits");
@@ -92,7 +94,13 @@ const plannerPage = (() => {
 
   function listen() {
     const change = (read) => (event) => { Object.assign(state, read(event.target)); update(); };
-    at("model").addEventListener("change", change(({ value }) => ({ model: value, seq: "", tokens: "", price: "", chosen: "" })));
+    const chosen = change(({ value }) => ({ model: value.trim(), seq: "", tokens: "", price: "", chosen: "" }));
+    at("model").addEventListener("change", (event) => {
+      if (event.target.value) return chosen(event);
+      at("folder").hidden = false;
+      return at("folder").focus();
+    });
+    at("folder").addEventListener("change", (event) => event.target.value.trim() && chosen(event));
     at("device").addEventListener("change", change(({ value }) => {
       const gpus = cluster().gpus;
       state.cluster = `1x${value}`;
@@ -237,7 +245,7 @@ const plannerPage = (() => {
     }
   }
 
-  at("model").append(...offers.models.map((name) => option(name)));
+  at("model").append(...offers.models.map((name) => option(name)), option("", "another: hf:DIR …"));
   at("device").append(...Object.entries(offers.devices).map(([name, { title }]) => option(name, title)));
   at("precision").append(...PRECISIONS.map((name) => option(name)));
   at("target").append(...offers.targets.map((name) => option(name)));

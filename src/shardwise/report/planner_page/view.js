@@ -28,7 +28,7 @@ const answerView = ({ onChoose = null, onApply = null } = {}) => {
     drawMemory();
     drawStep();
     drawTable();
-    at("remarks").replaceChildren(...shown.remarks.map((line) => element("li", {}, line)));
+    at("remarks").replaceChildren(...shown.remarks.map((line) => element("li", {}, line.replace(/^- /, ""))));
     at("command").textContent = shown.command;
     at("toml").textContent = shown.files[shown.chosen];
     // Not every model of images has linear layers in its blocks.
@@ -45,7 +45,9 @@ const answerView = ({ onChoose = null, onApply = null } = {}) => {
     box.setAttribute("aria-busy", shown.is_quick);
     for (const id of ["verdict", "numbers"]) at(id).classList.toggle("rough", shown.is_quick);
     box.classList.toggle("refused", best === null);
-    at("why").textContent = `${plan.why[0].toUpperCase()}${plan.why.slice(1)}${plan.why.endsWith(".") ? "" : "."}`;
+    // The ways out are buttons here.
+    const why = plan.why.replace(/; what does, [^;]*:$/, "");
+    at("why").textContent = `${why[0].toUpperCase()}${why.slice(1)}${why.endsWith(".") ? "" : "."}`;
     at("also").textContent = "";
     at("ways").replaceChildren(...(onApply ? ways.map(wayButton) : []));
     if (best !== null) {
@@ -69,13 +71,19 @@ const answerView = ({ onChoose = null, onApply = null } = {}) => {
     const tile = (name, value, more) => element("div", {}, element("dt", {}, name), element("dd", {}, value, " ", element("small", {}, more)));
     at("numbers").replaceChildren(
       tile(`Throughput of ${one.strategy}`, significant(rate), unit),
-      tile("Step time", seconds(one.step_seconds), `± ${share(one.error_band.time)}`),
+      tile("Step time", seconds(one.step_seconds), bandOfTime(one)),
       tile("Peak per GPU", gib(one.peak_bytes.device), `of ${gib(one.capacity_bytes)}`),
       ...(usesHost() ? [tile("Host memory per node", gib(hostBytes(one)), "")] : []),
       tile("Global batch", whole.format(batch), one.seq === null ? "samples" : `× ${whole.format(one.seq)} tokens`),
       tile("Model FLOPs utilisation", one.mfu === null ? "–" : share(one.mfu), ""),
       ...trainingTiles(tile),
     );
+  }
+
+  // Of a kind of device that was never measured, the range is all that is known.
+  function bandOfTime({ step_seconds: step, step_seconds_range: [least, most] }) {
+    const [below, above] = [1 - least / step, most / step - 1].map(share);
+    return below === above ? `± ${above}` : `${seconds(least)} to ${seconds(most)}`;
   }
 
   // Days and cost of a training, whose rows are those of the plans that fit.
@@ -111,11 +119,12 @@ const answerView = ({ onChoose = null, onApply = null } = {}) => {
     at("step-note").textContent = `${waits}: ${seconds(one.exposed_comm_seconds)} (${share(one.exposed_comm_seconds / one.step_seconds)} of the step).`;
   }
 
+  const recomputed = ({ plan, recompute }) => (Object.keys(plan.recompute_overrides).length ? "by unit" : recompute);
   function drawTable() {
     const hostHead = usesHost() ? ["host GiB per node"] : [], hostCells = (one) => (usesHost() ? [(hostBytes(one) / GIB).toFixed(1)] : []);
-    charts.table(at("table"), ["strategy", "mesh", "micro-batch", "peak GiB", ...hostHead, "fits", "step", speed(chosen())[1], "exposed comm.", "MFU"],
+    charts.table(at("table"), ["strategy", "mesh", "recompute", "micro-batch", "peak GiB", ...hostHead, "fits", "step", speed(chosen())[1], "exposed comm.", "MFU"],
       candidates().map((one) => ({ chosen: one === chosen(), cells: [
-        one.strategy, `${one.mesh.replicate}×${one.mesh.shard}`, `${one.micro_batch}`, (one.peak_bytes.device / GIB).toFixed(1), ...hostCells(one), fitWords[one.fits],
+        one.strategy, `${one.mesh.replicate}×${one.mesh.shard}`, recomputed(one), `${one.micro_batch}`, (one.peak_bytes.device / GIB).toFixed(1), ...hostCells(one), fitWords[one.fits],
         seconds(one.step_seconds), significant(speed(one)[0]), share(one.exposed_comm_seconds / one.step_seconds), one.mfu === null ? "–" : share(one.mfu),
       ] })));
   }

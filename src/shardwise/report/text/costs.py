@@ -7,8 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.planner.search.candidates import Candidate
-from shardwise.report.text.category_bars import bar
-from shardwise.report.text.plain_table import plain_table
+from shardwise.report.text.plain_table import bar, plain_table
 from shardwise.vocabulary.categories import ACTIVATIONS, CATEGORIES, OTHER
 from shardwise.vocabulary.quantities import GIB, MIB, byte_unit, digits, fixed, step_seconds_text, table_rate
 

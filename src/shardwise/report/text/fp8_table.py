@@ -4,7 +4,7 @@ import re
 from collections import Counter
 
 from shardwise.plan import Plan
-from shardwise.program.fp8_layers import linear_layers
+from shardwise.program.buffers import linear_layers
 from shardwise.spec import ModelSpec
 
 

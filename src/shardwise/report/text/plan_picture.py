@@ -5,10 +5,9 @@ from itertools import groupby
 from typing import Any
 
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import Placement, strategy_of
+from shardwise.plan.placement import Mesh, Placement, strategy_of
 from shardwise.planner.search.chosen_text import chosen_text
-from shardwise.program.rules.host import has_states_on_host
+from shardwise.program.rules.context import has_states_on_host
 from shardwise.report.snapshots import snapshots_of
 from shardwise.report.text.fp8_table import fp8_lines
 from shardwise.report.text.step_picture import in_words, step_lines, sum_lines

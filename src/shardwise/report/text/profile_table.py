@@ -6,8 +6,7 @@ from typing import Any
 from rich.table import Table
 
 from shardwise.profile.compare import Profile
-from shardwise.report.text.category_bars import bar
-from shardwise.report.text.plain_table import plain_table
+from shardwise.report.text.plain_table import bar, plain_table
 from shardwise.vocabulary.categories import ACTIVATIONS, CATEGORIES, GATHERED
 from shardwise.vocabulary.quantities import error_text, step_seconds_text, table_number, table_unit
 

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import ACROSS, STRATEGIES, Placement, Where, placement_of
+from shardwise.plan.placement import ACROSS, STRATEGIES, Mesh, Placement, Where, placement_of
 from shardwise.program import Bucket, Kind, Trigger
 from shardwise.program.operations import ON_BUCKETS, WAITS
 from shardwise.report.snapshots import STATES, Holding, Snapshot, StepSnapshots, bucket_label, snapshots_of

@@ -12,12 +12,11 @@ from shardwise.engine.core.bucket import ReduceBucket
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.segment import Segment
 from shardwise.engine.core.unit import Unit
+from shardwise.engine.hooks.step_hooks import UnitGrads
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import STRATEGIES
+from shardwise.plan.placement import STRATEGIES, Mesh
 from shardwise.program import Bucket
 from shardwise.program.buffers import flat_specs
-from shardwise.program.hooks import UnitGrads
 from shardwise.spec import TensorSpec, UnitSpec
 
 SHAPES = ((5, 3), (40,))

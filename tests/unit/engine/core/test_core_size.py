@@ -61,10 +61,10 @@ class Traced(AbsentCollectives):
     def _note(self, name: str) -> None:
         stack = (Path(frame.filename) for frame in traceback.extract_stack())
         frames = [str(path) for path in stack if path.is_relative_to(SOURCE)]
-        start = max((i for i, name in enumerate(frames) if name.endswith("program/hooks.py")), default=None)
+        start = max((i for i, name in enumerate(frames) if name.endswith("engine/hooks/step_hooks.py")), default=None)
         if start is None:
             return
-        while start > 0 and frames[start - 1].endswith("program/hooks.py"):
+        while start > 0 and frames[start - 1].endswith("engine/hooks/step_hooks.py"):
             start -= 1
         self.paths[name] = frames[start:]
 

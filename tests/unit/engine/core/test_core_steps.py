@@ -15,8 +15,7 @@ from shardwise.comm.absent import absent_group
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.engine import engine_of, tape
 from shardwise.errors import InvalidData, InvalidModel
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import STRATEGIES
+from shardwise.plan.placement import STRATEGIES, Mesh
 from shardwise.program import Kind, build, build_first_step
 from shardwise.spec import ROOT, UNANNOUNCED
 

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from shardwise.engine.core.flat import FlatParams, refresh
 from shardwise.engine.offload.transfer import HostCopies
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import SHARDED, STRATEGIES
+from shardwise.plan.placement import SHARDED, STRATEGIES, Mesh
 from shardwise.program.buffers import flat_specs
 from shardwise.spec import ROOT, TensorSpec, UnitSpec
 

@@ -7,8 +7,7 @@ from torch import nn
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.flat_gradients import Gradients
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import STRATEGIES
+from shardwise.plan.placement import STRATEGIES, Mesh
 from shardwise.program.buffers import flat_specs
 from shardwise.spec import ROOT, TensorSpec, UnitSpec
 

@@ -12,6 +12,7 @@ CORE = Path(core.__file__).parent
 # What a unit consists of, and what its gradients pass through.
 NOUNS = {
     "FullBuffer": "full_buffer.py",
+    "Gathered": "master.py",
     "Master": "master.py",
     "MasterWrites": "master_writes.py",
     "Gradients": "flat_gradients.py",

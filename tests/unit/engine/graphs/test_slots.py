@@ -5,7 +5,7 @@ from planned_specs import spec_for
 
 from shardwise.engine.graphs.slots import slot_numbers
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Mesh
 from shardwise.program import Kind, StepProgram, build
 
 MESH = Mesh(shard=8)

@@ -10,7 +10,7 @@ from torch import nn
 from shardwise.engine.guards import description
 from shardwise.engine.guards.description import advise_on_segments
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Mesh
 from shardwise.units import model_spec
 
 SPEC = model_spec(nn.Linear(4, 4))

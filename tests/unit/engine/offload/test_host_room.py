@@ -7,7 +7,7 @@ from shardwise.engine.offload import host_room
 from shardwise.engine.offload.host_room import check_host_room
 from shardwise.errors import InvalidPlan
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Mesh
 from shardwise.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
 
 ONE_GIB = 2**30

@@ -2,12 +2,12 @@
 
 from shardwise.planner.memory.allocations import Ledger
 from shardwise.planner.memory.replay import Change, MemoryRow
-from shardwise.spec.law import Line
+from shardwise.spec.step import Line
 
 
 def test_a_release_is_of_the_buffer_of_its_own_stream() -> None:
     """A unit of one parameter: its flat buffer and the parameter have one size, and the parameter is freed first."""
-    ledger = Ledger(seq=None, grads_leave_at_once=False)
+    ledger = Ledger(grads_leave_at_once=False)
     changes = [
         Change("gathered", 512, stream="gather"),
         Change("gathered", 512),
@@ -15,5 +15,5 @@ def test_a_release_is_of_the_buffer_of_its_own_stream() -> None:
         Change("gathered", -512, stream="gather"),
     ]
     ledger.write([MemoryRow(label="before forward head", unit="head", changes=changes)])
-    size = Line(512, 0)
-    assert ledger.entries == [(1, size, "gather"), (2, size, ""), (2, None, ""), (1, None, "")]
+    assert ledger.sizes == {Line(512, 0): 0}
+    assert ledger.entries == [(1, 0, "gather"), (2, 0, ""), (2, -1, ""), (1, -1, "")]

@@ -2,8 +2,8 @@
 
 import pytest
 
-from shardwise.planner.memory.column_sum import ColumnSum, column_sum_bytes
-from shardwise.spec.law import Line
+from shardwise.planner.memory.stream_peak import ColumnSum, column_sum_bytes
+from shardwise.spec.step import Line
 
 
 def test_the_sum_for_a_bias_of_4096_over_16_images_takes_the_100_mib_that_were_seen() -> None:

@@ -5,19 +5,17 @@ from dataclasses import replace
 import pytest
 
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Mesh
 from shardwise.planner.engine_model import ENGINE_MODELS, engine_model_of
+from shardwise.planner.fold import Key
 from shardwise.planner.memory.constants import RULES
-from shardwise.planner.memory.events import memory_rows
-from shardwise.planner.memory.executors.setting import MemorySetting
+from shardwise.planner.memory.events import MemorySetting, memory_rows
 from shardwise.planner.memory.peak import job_of
 from shardwise.planner.memory.replay import Change, MemoryChange, Recategorize, TakeGrads
 from shardwise.planner.memory.stream_peak import StreamPeak
-from shardwise.planner.trace_order import Key
 from shardwise.program import Kind, Operation, Row, StepProgram, Trigger
 from shardwise.spec import NONE, ROOT, ModelSpec, TensorSpec, UnitSpec
-from shardwise.spec.law import Line
-from shardwise.spec.step import Stream
+from shardwise.spec.step import Line, Stream
 
 TWO = Mesh(shard=2)
 
@@ -136,7 +134,7 @@ class Traced:
         rows = memory_rows(
             job.program,
             job._memory(),
-            peaks=[(key, StreamPeak(stream=Stream(), points=(), end=(0, 0, 0, 0, 0))) for key in keys],
+            peaks=[(key, StreamPeak(stream=Stream(), sizes=(), points=(), end=(0, 0, 0, 0, 0))) for key in keys],
             in_order=job.in_order,
             plan=job.plan,
             weights={},

@@ -10,8 +10,7 @@ from planned_specs import spec_for
 from shardwise.errors import InvalidPlan
 from shardwise.models.specs.states_only import states_only
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import SHARDED, STRATEGIES
+from shardwise.plan.placement import SHARDED, STRATEGIES, Mesh
 from shardwise.planner import estimate
 from shardwise.planner.fold import Short, shorten
 from shardwise.planner.job import Job

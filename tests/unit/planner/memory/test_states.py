@@ -4,8 +4,7 @@ import pytest
 
 from shardwise.errors import UnknownName
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import SHARDED, STRATEGIES
+from shardwise.plan.placement import SHARDED, STRATEGIES, Mesh
 from shardwise.planner.memory.constants import RULES
 from shardwise.planner.memory.states import OPTIMIZERS, StateSetting, optimizer_of, unit_states
 from shardwise.spec import TensorSpec, UnitSpec

@@ -13,7 +13,7 @@ from shardwise.errors import InvalidPlan
 from shardwise.hardware import Cluster, cluster_of
 from shardwise.models.reference import Model
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Mesh
 from shardwise.planner.search.auto import Solved, solve_plan
 from shardwise.planner.search.candidates import Candidate, candidates, cost
 from shardwise.planner.search.dial import Dial
@@ -112,6 +112,36 @@ def test_no_plan_of_one_strategy_and_one_recompute_is_faster(gib: int) -> None:
         for one in fixed:
             assert one.time is not None
             assert one.fits != "yes" or one.time.samples_per_s <= 1.003 * found.time.samples_per_s
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_a_plan_is_never_behind_one_of_one_strategy_wherever_it_is_chosen(
+    quick: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the solver had looked at one micro-batch of each, or at none that fits."""
+    spec, cluster = gpt(), cluster_of("4xa100-40gb")
+    fixed = candidates(
+        lambda *plans: spec,
+        plan=PLAN,
+        strategies=("ddp", "zero1", "zero2", "shard_grad_op", "fsdp"),
+        cluster=cluster,
+        optimizer="adamw",
+        goal="throughput",
+        quick=quick,
+        recomputes=RECOMPUTES,
+    )
+    best = max(one.samples_per_s for one in fixed if one.fits == "yes")
+
+    def behind(spec_for: Any, *, request: AutoRequest) -> Solved:
+        plan = replace(request.plan, strategy="fsdp", recompute="full", mesh=Mesh(shard=4), micro_batch=1)
+        return Solved(candidate=cost(spec, plan=plan, cluster=cluster, optimizer="adamw"), num_replays=1)
+
+    def nothing(spec_for: Any, *, request: AutoRequest) -> Solved:
+        raise NoPlanFits("none")
+
+    for found in (behind, nothing):
+        monkeypatch.setattr("shardwise.planner.search.auto._solved", found)
+        assert solve(spec, cluster, quick=quick).candidate.samples_per_s == best
 
 
 def test_the_plan_in_its_file_is_the_plan_that_was_costed(tmp_path_factory: pytest.TempPathFactory) -> None:

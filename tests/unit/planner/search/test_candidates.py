@@ -6,11 +6,10 @@ from planned_specs import spec_for
 from shardwise.hardware import Cluster, cluster_of
 from shardwise.models.reference import Model
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import STRATEGIES
+from shardwise.plan.placement import STRATEGIES, Mesh
 from shardwise.planner.memory.peak import job_of
-from shardwise.planner.search.candidates import _refined, candidates, cost, largest_batch, meshes
-from shardwise.planner.search.micro_batches import MOST_BATCH, largest_fitting
+from shardwise.planner.search.candidates import _refined, candidates, cost, largest_batch
+from shardwise.planner.search.micro_batches import MOST_BATCH, largest_fitting, meshes
 from shardwise.planner.traffic import sent_bytes
 
 BF16 = Plan(precision="bf16")

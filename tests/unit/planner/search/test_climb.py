@@ -3,8 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import STRATEGIES
+from shardwise.plan.placement import STRATEGIES, Mesh
 from shardwise.planner.search.climb import Climb
 from shardwise.planner.search.dial import Choice, Dial
 

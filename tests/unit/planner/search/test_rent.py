@@ -9,7 +9,8 @@ from shardwise.hardware.device import device_of
 from shardwise.hardware.prices import Price, prices
 from shardwise.models.reference import Model
 from shardwise.plan import Plan
-from shardwise.planner.search.candidates import cost, largest_batch, meshes
+from shardwise.planner.search.candidates import cost, largest_batch
+from shardwise.planner.search.micro_batches import meshes
 from shardwise.planner.search.recommend import best_of
 from shardwise.planner.search.rent import Wish, most_cost, most_days, recommended, rentals
 from shardwise.planner.search.training_cost import TrainingCost

@@ -6,7 +6,7 @@ import pytest
 
 from shardwise.hardware import cluster_of
 from shardwise.hardware.calibration import shipped_calibration
-from shardwise.hardware.software import software_of
+from shardwise.hardware.device import software_of
 from shardwise.plan import Plan
 from shardwise.planner.systems import system_of
 from shardwise.planner.time.band import TimeBand, time_band

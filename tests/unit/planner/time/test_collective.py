@@ -3,7 +3,7 @@
 import pytest
 
 from shardwise.hardware import cluster_of
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Mesh
 from shardwise.planner.time.collective import PROTOCOLS, Ring, can_link, rings_of
 
 GIB = 2**30

@@ -7,7 +7,7 @@ from planned_specs import spec_for
 
 from shardwise.hardware import cluster_of, device_of, devices
 from shardwise.hardware.borrowed import kernel_model_of
-from shardwise.models.specs.shipped import ready_spec
+from shardwise.models.specs.spec_store import ready_spec
 from shardwise.plan import Plan
 from shardwise.planner.time.compute import (
     can_time,
@@ -19,8 +19,7 @@ from shardwise.planner.time.compute import (
     update_seconds,
 )
 from shardwise.planner.time.step_time import estimate_time
-from shardwise.spec.law import Law
-from shardwise.spec.step import Op, StepTrace, Stream
+from shardwise.spec.step import Law, Op, StepTrace, Stream
 
 H200 = device_of("h200")
 BLOCK = "blocks.1"

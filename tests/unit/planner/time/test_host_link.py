@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 from shardwise.hardware import cluster_of, device_of
-from shardwise.hardware.calibration import shipped_calibration
+from shardwise.hardware.calibration import read_host_speed, reference_host, shipped_calibration
 from shardwise.hardware.host_memory_speed import HostMemorySpeed
-from shardwise.hardware.host_speed import read_host_speed, reference_host
 from shardwise.planner.time.host_link import host_bytes_per_s, host_memory_speed
 
 MEASURED = HostMemorySpeed(copy_bytes_per_s=11e9, both_bytes_per_s=7e9, updates_per_s=1e9)

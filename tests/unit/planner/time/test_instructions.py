@@ -4,15 +4,15 @@ import pytest
 
 from shardwise.hardware import cluster_of
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Mesh
 from shardwise.planner.job import Job
 from shardwise.planner.memory.peak import job_of
-from shardwise.planner.sizes import sizes_of
 from shardwise.planner.time.collective import rings_of
-from shardwise.planner.time.instructions import overhead_of, schedule_of
+from shardwise.planner.time.pieces import overhead_of, schedule_of
 from shardwise.planner.time.queues import CALL, COMPUTE, SEND, WAIT, Instruction
 from shardwise.planner.time.time_executor import TimeExecutor
 from shardwise.planner.traffic import sent_bytes
+from shardwise.planner.whole_matrices import sizes_of
 from shardwise.program import Kind, Operation, Row, Trigger
 from shardwise.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
 

@@ -8,8 +8,7 @@ from planned_specs import spec_for
 
 from shardwise.hardware import cluster_of
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import STRATEGIES
+from shardwise.plan.placement import STRATEGIES, Mesh
 from shardwise.planner.memory.peak import job_of
 from shardwise.planner.systems import OWN, system_of
 from shardwise.planner.time.host_link import host_bytes_per_s, host_memory_speed

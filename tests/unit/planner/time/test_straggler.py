@@ -8,9 +8,9 @@ from planned_specs import spec_for
 
 from shardwise.hardware import cluster_of
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Mesh
+from shardwise.planner.time.collective import expected_maximum, most_pauses
 from shardwise.planner.time.step_time import TimeEstimate, estimate_time
-from shardwise.planner.time.straggler import expected_maximum, most_pauses
 
 FSDP = Plan(precision="bf16", recompute="full", micro_batch=4)
 SPEC = spec_for("gpt2-1.5b", FSDP)

@@ -12,10 +12,9 @@ from report.sample_bench import sample_bench
 from shardwise.bench.case_result import CaseResult, UnitOutline
 from shardwise.bench.results import Bench
 from shardwise.bench.tape_spans import Happening
-from shardwise.models.specs.shipped import ready_spec
+from shardwise.models.specs.spec_store import ready_spec
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import STRATEGIES, Placement
+from shardwise.plan.placement import STRATEGIES, Mesh, Placement
 from shardwise.profile.memory_ledger import LedgerEntry, MemoryLedger
 from shardwise.program import Kind, build
 from shardwise.report.page.anatomy import SCRIPT, STYLE, anatomy_data

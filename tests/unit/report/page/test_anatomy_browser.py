@@ -88,6 +88,19 @@ def test_it_does_not_play_by_itself(opened: Page) -> None:
     assert opened.evaluate(chosen) == ["ddp", "fsdp"]
 
 
+def test_the_first_picture_is_right_at_once_and_changes_move(opened: Page) -> None:
+    """A transition would start from cells that are full."""
+    moving = """[".cell .own", ".anatomy-track i", ".cursor"].map(name => getComputedStyle(
+        document.querySelector(".anatomy " + name)).transitionDuration !== "0s")"""
+    home = "document.querySelector('.anatomy').classList"
+    opened.evaluate(f"{home}.remove('moving')")
+    assert opened.evaluate(moving) == [False] * 3
+    go(opened, 1)
+    assert opened.evaluate(f"{home}.contains('moving')")
+    assert opened.evaluate(moving) == [True] * 3
+    go(opened, 0)
+
+
 def test_stepping_shows_every_operation_of_both_tapes_once_and_in_order(opened: Page) -> None:
     shown = walk(opened)
     for pane, strategy in enumerate(("ddp", "fsdp")):

@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.models.specs.shipped import ready_spec
+from shardwise.models.specs.spec_store import ready_spec
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import ACROSS, SHARDED, STRATEGIES, placement_of
+from shardwise.plan.placement import ACROSS, SHARDED, STRATEGIES, Mesh, placement_of
 from shardwise.program import Kind, build
 from shardwise.report.snapshots import STATES, Holding, StepSnapshots, snapshots_of
 from shardwise.report.text.step_picture import GLYPHS, OTHER_NAMES, explain, explain_as_data, picture_model

@@ -7,8 +7,7 @@ import pytest
 from shardwise.hardware import cluster_of
 from shardwise.models.reference import Model
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import STRATEGIES
+from shardwise.plan.placement import STRATEGIES, Mesh
 from shardwise.planner.search.candidates import Candidate, candidates
 from shardwise.planner.search.recommend import Condition, Reason, Recommendation, RunnerUp, Simpler
 from shardwise.report.text.verdict import name_of, no_fit, reasons, verdict

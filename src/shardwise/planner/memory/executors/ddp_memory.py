@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import assert_never
 
-from shardwise.planner.memory.executors.setting import MemoryExecutor
-from shardwise.planner.trace_order import do_nothing
+from shardwise.planner.fold import do_nothing
+from shardwise.planner.memory.events import MemoryExecutor
 from shardwise.program import Kind, Operation, Row
-from shardwise.program.compiled_program import Action
+from shardwise.program.run import Action
 
 
 class DdpMemory(MemoryExecutor):
@@ -84,7 +84,7 @@ class PlainMemory(DdpMemory):
 
     @property
     def _is_kept(self) -> bool:
-        """Whether the gradients of earlier passes are there all the time, and autograd adds to them."""
+        """Return whether the gradients of earlier passes are there all the time, and autograd adds to them."""
         return self.setting.plan.accumulate > 1
 
     def _update(self) -> None:

@@ -15,11 +15,11 @@ from collections.abc import Mapping
 from functools import partial
 from typing import assert_never
 
-from shardwise.planner.memory.executors.setting import MemoryExecutor, MemorySetting
+from shardwise.planner.fold import do_nothing
+from shardwise.planner.memory.events import MemoryExecutor, MemorySetting
 from shardwise.planner.memory.replay import TakeGrads
-from shardwise.planner.trace_order import do_nothing
 from shardwise.program import Kind, Operation, Row, StepProgram, Trigger
-from shardwise.program.compiled_program import Action
+from shardwise.program.run import Action
 
 # Streams with their own memory.
 _GATHER, _REDUCE = "gather", "reduce"

@@ -5,13 +5,12 @@ from collections.abc import Mapping
 from functools import partial
 from typing import assert_never
 
-from shardwise.planner.memory.executors.setting import MemoryExecutor, MemorySetting
+from shardwise.planner.fold import do_nothing, skipped_action
+from shardwise.planner.memory.events import MemoryExecutor, MemorySetting
 from shardwise.planner.memory.replay import Recategorize, TakeGrads
-from shardwise.planner.trace_order import do_nothing, skipped_action
 from shardwise.program import Bucket, Kind, Operation, Row, StepProgram, crossing_buckets
-from shardwise.program.compiled_program import Action
-from shardwise.program.rules.host import MOST_GRADS, has_states_on_host, overdue
-from shardwise.program.rules.updates import takes_grads
+from shardwise.program.rules.context import MOST_GRADS, has_states_on_host, overdue, takes_grads
+from shardwise.program.run import Action
 
 
 class OurMemory(MemoryExecutor):
