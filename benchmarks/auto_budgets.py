@@ -58,7 +58,7 @@ from workers import results_of
 from workers import tell as hand_over
 
 import shardwise
-from shardwise.comm.absent import AbsentCollectives, absent_group
+from shardwise.comm.job.absent import AbsentCollectives, absent_group
 from shardwise.models.tasks import Task
 from shardwise.plan import Plan
 

@@ -16,7 +16,7 @@ from shardwise.models.reference import Model
 from shardwise.plan import Plan
 from shardwise.plan.placement import Mesh
 from shardwise.planner.search.candidates import Candidate, cost
-from shardwise.vocabulary.quantities import GIB, fixed
+from shardwise.base.vocabulary.quantities import GIB, fixed
 
 PAGE = ROOT / "docs" / "measured-planner.md"
 

@@ -18,8 +18,8 @@ from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.search.auto import solve_plan
 from shardwise.planner.search.candidates import Candidate, candidates, cost
 from shardwise.planner.search.request import RECOMPUTES, AutoRequest
-from shardwise.spec import ModelSpec
-from shardwise.spec.step import COMPILED
+from shardwise.program.spec import ModelSpec
+from shardwise.program.spec.step import COMPILED
 
 SHARES = (0.4, 0.6, 0.8)
 # (model, ranks) → the batch at which the peak without recompute is taken. Rehearsals come before a job is joined.

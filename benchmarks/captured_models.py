@@ -24,7 +24,7 @@ from hugging_face_peers import WARM_UP, step_of
 from measuring import RESULTS, peaks
 from torch.profiler import ProfilerActivity, profile
 
-from shardwise.train.compile_clock import CompileClock
+from shardwise.training.loop.compile_clock import CompileClock
 
 
 def measure(name: str, *, capture: str, backend: str, num_steps: int) -> dict[str, Any]:

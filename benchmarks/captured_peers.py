@@ -21,13 +21,13 @@ import measuring
 import torch
 import torch.distributed as dist
 
-from shardwise.bench.contestants import plan_for, why_not
-from shardwise.bench.run_files import BenchRun
-from shardwise.bench.subject import start
-from shardwise.comm.join import joined
+from shardwise.measure.bench.contestants import plan_for, why_not
+from shardwise.measure.bench.run_files import BenchRun
+from shardwise.measure.bench.subject import start
+from shardwise.comm.job.join import joined
 from shardwise.models.tasks import load_task
 from shardwise.plan import Plan
-from shardwise.train.config import TrainConfig
+from shardwise.training.config.config import TrainConfig
 
 # Name → the task's settings, micro-batch.
 WORKLOADS: dict[str, tuple[dict[str, Any], int]] = {

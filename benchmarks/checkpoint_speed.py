@@ -23,7 +23,7 @@ from engine_step import Case, on_ranks_of
 from measuring import resident_bytes
 
 from shardwise.checkpoint import Checkpoints
-from shardwise.checkpoint.export import export_weights
+from shardwise.state.checkpoint.export import export_weights
 from shardwise.engines import prepare
 from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape

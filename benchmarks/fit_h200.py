@@ -2,7 +2,7 @@
 
     python benchmarks/fit_h200.py
 
-Measured by `python -m shardwise.hardware.calibrate --rows benchmarks/results/calibrate_h200.json`, and later its
+Measured by `python -m shardwise.hardware.measuring.calibrate --rows benchmarks/results/calibrate_h200.json`, and later its
 products in fp8 and its host memory, by the same with `--only fp8` and `--only host_memory`. What `shardwise calibrate`
 writes for a user describes a whole device; the package has the device already, and takes the calibration.
 """
@@ -10,7 +10,7 @@ writes for a user describes a whole device; the package has the device already, 
 import json
 from pathlib import Path
 
-from shardwise.hardware.device_file import device_table, write_table
+from shardwise.hardware.measuring.device_file import device_table, write_table
 
 RESULTS = Path(__file__).parent / "results"
 FILES = ("calibrate_h200.json", "calibrate_fp8_h200.json", "calibrate_host_memory_h200.json")

@@ -29,7 +29,7 @@ from step_times import FITTED
 from shardwise.hardware import Cluster, cluster_of
 from shardwise.hardware.borrowed import host_factor
 from shardwise.hardware.calibration import HostSpeed, dispatch_factor, read_host_speed, reference_host
-from shardwise.hardware.device_file import write_table
+from shardwise.hardware.measuring.device_file import write_table
 from shardwise.models.reference import Model
 from shardwise.models.specs.traced import trace_task
 from shardwise.plan import Plan
@@ -38,7 +38,7 @@ from shardwise.planner.engine_model import OVERHEADS, Overhead
 from shardwise.planner.job import Job
 from shardwise.planner.search.candidates import Candidate, cost
 from shardwise.planner.time import step_time
-from shardwise.spec import ModelSpec
+from shardwise.program.spec import ModelSpec
 
 ROOT = Path(__file__).parent.parent
 RESULTS = FOLDER / "host_probe_h200.json"

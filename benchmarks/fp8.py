@@ -37,8 +37,8 @@ from shardwise.models.reference import Model
 from shardwise.models.tasks import load_task
 from shardwise.planner.search.candidates import cost
 from shardwise.program.buffers import gather_bytes
-from shardwise.spec import ROOT
-from shardwise.units import unit_modules
+from shardwise.program.spec import ROOT
+from shardwise.program.units import unit_modules
 
 # Until every way is compiled, and units are replayed.
 WARM_UP, GRAPHS_WARM_UP = 8, 20
@@ -157,7 +157,7 @@ def predicted(case: Case, way: str, *, ranks: int) -> dict[str, float]:
 
 def gathered_share(case: Case) -> float:
     """Return the bytes of an fp8 gather of a block as a share of a bf16 gather's."""
-    from shardwise.units import model_spec
+    from shardwise.program.units import model_spec
 
     spec = model_spec(load_task(case.model, seq=case.seq, device="meta").model)
     unit = spec.units[-1]

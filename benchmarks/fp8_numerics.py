@@ -20,7 +20,7 @@ from torch import Tensor
 
 import shardwise
 from shardwise import Plan
-from shardwise.data.text import stdlib_tokens
+from shardwise.models.data.text import stdlib_tokens
 from shardwise.models.make import build_model
 from shardwise.models.shapes import LlamaShape
 from shardwise.models.tasks import cross_entropy

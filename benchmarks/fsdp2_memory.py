@@ -27,12 +27,12 @@ import workers
 from hugging_face_models import LARGE, task_of
 from training_case import make_optimizer, recompute_units
 
-from shardwise.comm.absent import AbsentCollectives
+from shardwise.comm.job.absent import AbsentCollectives
 from shardwise.engines import prepare
 from shardwise.models.specs.traced import trace_task
 from shardwise.plan import Plan
 from shardwise.planner import estimate
-from shardwise.units import unit_modules
+from shardwise.program.units import unit_modules
 
 WAYS: dict[str, dict[str, str]] = {
     "ordinary": {"capture": "off"},

@@ -51,8 +51,8 @@ from shardwise.models.tasks import Task, load_task
 from shardwise.planner.search.auto import solve_plan
 from shardwise.planner.search.candidates import Candidate, cost
 from shardwise.planner.search.request import AutoRequest
-from shardwise.spec import ROOT
-from shardwise.units import unit_modules
+from shardwise.program.spec import ROOT
+from shardwise.program.units import unit_modules
 
 # Of 125 GiB.
 HOST_BYTES = 110 * 2**30

@@ -25,8 +25,8 @@ from measuring import RESULTS
 
 import shardwise
 from shardwise import Plan
-from shardwise.comm.absent import AbsentCollectives
-from shardwise.torch_engine.prepare import prepare_on_torch
+from shardwise.comm.job.absent import AbsentCollectives
+from shardwise.engine.torch_engine.prepare import prepare_on_torch
 
 # Models that the host bounds are compared with more engines.
 _BY_DEFAULT = ("default", "torch_ddp", "accelerate")

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.absent import AbsentCollectives, absent_group
+from shardwise.comm.job.absent import AbsentCollectives, absent_group
 
 RESULTS = Path(__file__).resolve().parent / "results"
 # A block of steps lasts about so long.

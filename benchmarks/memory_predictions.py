@@ -20,7 +20,7 @@ from shardwise.plan import Plan
 from shardwise.planner import MemoryEstimate, estimate
 from shardwise.planner.memory.constants import DEFAULT_COMMUNICATOR_BYTES
 from shardwise.planner.ways import traced_ways
-from shardwise.spec import ModelSpec
+from shardwise.program.spec import ModelSpec
 
 Row = dict[str, Any]
 

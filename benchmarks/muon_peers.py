@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardwise
 from shardwise import Plan
-from shardwise.comm.absent import AbsentCollectives, absent_group, leave_out_reduce
+from shardwise.comm.job.absent import AbsentCollectives, absent_group, leave_out_reduce
 from shardwise.models.tasks import Task, load_task
 
 OUT = RESULTS / "muon_peers.json"

@@ -9,7 +9,7 @@ from published_rows import LeftOut, Row, cluster_text, csv_rows, own_model
 
 from shardwise.plan import Plan
 from shardwise.plan.placement import Mesh
-from shardwise.spec.losses import CHUNKED, USUAL
+from shardwise.program.spec.losses import CHUNKED, USUAL
 
 _KINDS = {"A100 80GB": "a100-80gb", "H100 80GB": "h100-80gb"}
 _MODELS = {

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.models.catalogue import shape_of
-from shardwise.models.llama import Llama
+from shardwise.models.own.llama import Llama
 from shardwise.models.shapes import LlamaShape
 from shardwise.models.tasks import Task, cross_entropy, token_task
 

@@ -7,7 +7,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from shardwise.plan import Plan
-from shardwise.spec.losses import USUAL
+from shardwise.program.spec.losses import USUAL
 
 MODELS = Path(__file__).parent / "published_models.py"
 
@@ -23,7 +23,7 @@ class Row:
     matmul         what torch.set_float32_matmul_precision was set to
     is_compiled    by torch.compile
     system         as which it is predicted (planner/systems.py), where it is not ours or torch's engine as we use it
-    loss           of a language model that is traced with the usual one (spec/losses.py)
+    loss           of a language model that is traced with the usual one (program/spec/losses.py)
     per_s          None where nothing is known of its time
     ran            False: it ran out of memory
     peak_bytes     of memory, allocated, where it is known

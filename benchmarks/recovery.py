@@ -27,7 +27,7 @@ from statistics import median
 import kills
 from kills_run import Job, Run, Wrong, running, write_config
 
-from shardwise.recovery.memory_key import key_in
+from shardwise.state.recovery.memory_key import key_in
 
 MOMENTS = {"any": 4, "snapshot": 4, "saving": 2}
 LIMIT_SECONDS = 60.0

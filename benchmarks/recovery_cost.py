@@ -39,7 +39,7 @@ CASES = {
 
 def measure(name: str, folder: Path, *, num_rounds: int) -> None:
     """Run the ranks and print the cost of each pair of phases."""
-    from shardwise.launch.launch import launch
+    from shardwise.training.launch.launch import launch
 
     case = CASES[name]
     code = launch(

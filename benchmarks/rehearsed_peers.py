@@ -24,7 +24,7 @@ from hugging_face_peers import WARM_UP
 from torch import Tensor
 from training_case import Case, set_up
 
-from shardwise.comm.absent import AbsentCollectives
+from shardwise.comm.job.absent import AbsentCollectives
 
 _GPT_1_3B = Case(model="gpt-1.3b", batch=2, seq=2048)
 CASES = {

@@ -45,9 +45,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import shardwise
-from shardwise.checkpoint.boxes import Boxes
-from shardwise.checkpoint.contents import Contents, StatePiece
-from shardwise.checkpoint.manifest import (
+from shardwise.state.checkpoint.boxes import Boxes
+from shardwise.state.checkpoint.contents import Contents, StatePiece
+from shardwise.state.checkpoint.manifest import (
     FILE_NAME,
     MODEL,
     OPTIMIZER,
@@ -57,16 +57,17 @@ from shardwise.checkpoint.manifest import (
     file_of,
     read_manifest,
 )
-from shardwise.checkpoint.parts import CheckpointPart, describe_pieces
-from shardwise.checkpoint.slice_runs import SliceRun, merged_runs
-from shardwise.comm import rendezvous, small_collectives
-from shardwise.comm.absent import AbsentCollectives, absent_group
-from shardwise.comm.groups import Group
+from shardwise.state.checkpoint.parts import CheckpointPart, describe_pieces
+from shardwise.state.checkpoint.slice_runs import SliceRun, merged_runs
+from shardwise.comm.job import rendezvous
+from shardwise.comm.groups import small_collectives
+from shardwise.comm.job.absent import AbsentCollectives, absent_group
+from shardwise.comm.groups.groups import Group
 from shardwise.engine.engine import engine_of
 from shardwise.engine.guards.same_order import coefficient, count_bits
 from shardwise.models.catalogue import shape_of
 from shardwise.models.make import build_model
-from shardwise.vocabulary.layout import Layout
+from shardwise.base.vocabulary.layout import Layout
 
 RANKS = (8, 64, 512, 4096, 16_384)
 STATES = ("exp_avg", "exp_avg_sq")
@@ -326,7 +327,7 @@ def saving(flats: list[Flat], *, num_ranks: int, folder: Path, listed: bool) -> 
     assert whole is not None
     assert whole.tensors == block_of(flats, first=0, stop=num_ranks, contents=contents).tensors
     begun = time.process_time()
-    with patch("shardwise.checkpoint.parts.MOST_LISTED_SLICES", 2**62) if listed else patch.dict({}):
+    with patch("shardwise.state.checkpoint.parts.MOST_LISTED_SLICES", 2**62) if listed else patch.dict({}):
         content = whole.manifest().to_bytes()
     (folder / FILE_NAME).write_bytes(content)
     manifest = read_manifest(folder)

@@ -33,7 +33,7 @@ from hugging_face_models import MODELS as HUGGING_FACE
 from measuring import circumstances, free, join_alone, one_line, peaks, seconds_per_step, settle, write
 from training_case import Case, Training, set_up
 
-from shardwise.hardware.probe_host import HostWatch
+from shardwise.hardware.measuring.probe_host import HostWatch
 
 WARM_STEPS = 5
 # Until units are replayed.

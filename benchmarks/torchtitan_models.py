@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardwise.models.catalogue import shape_of
-from shardwise.models.llama import Attention, Llama, RotaryPositions
+from shardwise.models.own.llama import Attention, Llama, RotaryPositions
 from shardwise.models.shapes import LlamaShape
 from shardwise.models.tasks import Task, cross_entropy, token_task
 

@@ -14,8 +14,8 @@ from shardwise.engines import prepare
 from shardwise.models.catalogue import shape_of
 from shardwise.models.tasks import Task, load_task
 from shardwise.plan import Plan
-from shardwise.spec import ROOT
-from shardwise.units import unit_modules
+from shardwise.program.spec import ROOT
+from shardwise.program.units import unit_modules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,7 +42,7 @@ from shardwise.models.tasks import Task
 from shardwise.planner.memory.peak import estimate
 from shardwise.planner.time.step_time import estimate_time
 from shardwise.planner.ways import traced_ways
-from shardwise.torch_engine.prepare import prepare_on_torch
+from shardwise.engine.torch_engine.prepare import prepare_on_torch
 
 Batch = dict[str, Tensor]
 # Rounds of all lengths: six ordinary passes of each, an observed one and a recorded one come first.

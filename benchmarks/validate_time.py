@@ -25,8 +25,8 @@ from shardwise.hardware.device import software_of
 from shardwise.planner.search.candidates import Candidate, cost
 from shardwise.planner.systems import system_of
 from shardwise.planner.time.step_time import block_seconds
-from shardwise.spec import ROOT, ModelSpec, TensorSpec
-from shardwise.spec.losses import with_loss
+from shardwise.program.spec import ROOT, ModelSpec, TensorSpec
+from shardwise.program.spec.losses import with_loss
 
 PAIR_DIFFERENCE = 0.05
 # Tables to all of whose rows constants were fitted before the split: to MPT's the speed of kernels in 2023, to our own

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.files.object_path import ObjectPath, location
+from shardwise.base.files.object_path import ObjectPath, location
 
 _NUMBERS = itertools.count()
 SECRET = "not-a-secret-0123456789"

@@ -5,7 +5,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from unittest.mock import patch
 
-from shardwise.cli.app import main
+from shardwise.doors.cli.app import main
 
 
 class Accepted(Exception):  # noqa: N818
@@ -28,7 +28,7 @@ def command(*arguments: str) -> Answer:
     with (
         redirect_stdout(out),
         redirect_stderr(err),
-        patch("shardwise.launch.launch.launch", side_effect=Accepted),
+        patch("shardwise.training.launch.launch.launch", side_effect=Accepted),
     ):
         try:
             main(list(arguments))

@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from checkpoint.test_checkpoints import rewritten, saved_folder
-from report.sample_bench import sample_bench
+from state.checkpoint.test_checkpoints import rewritten, saved_folder
+from measure.report.sample_bench import sample_bench
 
-from shardwise.autopsy.own_record import path_of, write_record
-from shardwise.autopsy.record import GroupRecord, Issued, RankRecord
+from shardwise.comm.autopsy.own_record import path_of, write_record
+from shardwise.comm.autopsy.record import GroupRecord, Issued, RankRecord
 
 Command = tuple[str, ...]
 Case = Callable[[Path], list[Command]]

@@ -61,7 +61,7 @@ def from_memory(asked: Asked) -> Tally:
             num_kills, folder=asked.folder, chance=asked.chance, epochs=asked.pick(short=30, long=60)
         )
         tally.tried = len(done)
-        # k + c − 1 (recovery/cadence.py), where copies take up to c = 2 steps next to 4 ranks on 2 cores.
+        # k + c − 1 (state/recovery/cadence.py), where copies take up to c = 2 steps next to 4 ranks on 2 cores.
         tally.held = sum(kill.seconds <= 10 and kill.steps_again <= kill.every + 1 for kill in done)
         tally.found |= recovery.summary(done)
     return tally

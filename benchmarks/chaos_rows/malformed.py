@@ -13,11 +13,11 @@ from chaos_rows.commands import command
 from plans import bad_plan_files
 from scorecard import Asked, Tally
 
-from shardwise.errors import ShardwiseError
-from shardwise.files.keys import reference
+from shardwise.base.errors import ShardwiseError
+from shardwise.base.files.keys import reference
 from shardwise.hardware import cluster_of
-from shardwise.train.config import SECTIONS
-from shardwise.train.config_section import ConfigSection
+from shardwise.training.config.config import SECTIONS
+from shardwise.training.config.config_section import ConfigSection
 
 CONFIG = """[task]
 model = "gpt-tiny"

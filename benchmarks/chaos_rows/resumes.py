@@ -12,8 +12,8 @@ from train_tasks import assert_seen_once_per_epoch, config, reference, trained
 import shardwise
 from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES
-from shardwise.train.batches import Sharing
-from shardwise.train.evaluation import evaluate
+from shardwise.training.loop.batches import Sharing
+from shardwise.training.loop.evaluation import evaluate
 
 _NUM_EPOCHS = 4
 _MOST_STOPS_PER_RUN = 10

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from broken_disks import FailingDisk, FullDisk
 from cases import GPT, adamw, make_tokens
-from checkpoint.test_crash import crash_at, crashed_past, effects_of_a_save
+from state.checkpoint.test_crash import crash_at, crashed_past, effects_of_a_save
 from ranks import RankFailed, run_ranks
 from scorecard import Asked, Tally
 from torch import Tensor

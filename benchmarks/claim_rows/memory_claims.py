@@ -8,8 +8,8 @@ from claim_rows.planned import planned, source_of, state_bytes
 from shardwise.hardware import devices
 from shardwise.plan import Plan
 from shardwise.planner.search.candidates import Candidate
-from shardwise.report.snapshots import snapshots_of
-from shardwise.spec import ModelSpec
+from shardwise.measure.report.snapshots import snapshots_of
+from shardwise.program.spec import ModelSpec
 
 _STRATEGIES = ("ddp", "zero1", "zero2", "shard_grad_op", "fsdp")
 
@@ -203,7 +203,7 @@ def basic_blocks() -> Claim:
     """ResNet-18 as one unit, and by blocks."""
     from shardwise.models.catalogue import shape_of
     from shardwise.models.make import build_model
-    from shardwise.units import model_spec
+    from shardwise.program.units import model_spec
 
     model = build_model(shape_of("resnet18"), device="meta")
     plan = Plan(strategy="fsdp")

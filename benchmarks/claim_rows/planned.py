@@ -9,7 +9,7 @@ from shardwise.plan import Plan
 from shardwise.planner.memory.peak import job_of
 from shardwise.planner.search.candidates import Candidate, candidates, cost, largest_batch
 from shardwise.planner.search.recommend import recommend
-from shardwise.spec import ModelSpec
+from shardwise.program.spec import ModelSpec
 
 OPTIMIZER = "adamw"
 

@@ -11,8 +11,8 @@ from scenario_rows.runners import Runner, Weights
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.train.config_sections import OptimizerSection
-from shardwise.train.optimizers import make_optimizer
+from shardwise.training.config.config_sections import OptimizerSection
+from shardwise.training.loop.optimizers import make_optimizer
 
 BITSANDBYTES = "bitsandbytes"
 # (what is called, step, share of the data) → loss

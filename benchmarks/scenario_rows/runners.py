@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 import shardwise
 from shardwise.engine.engine import engine_of
 from shardwise.plan import Plan
-from shardwise.units import unit_modules
+from shardwise.program.units import unit_modules
 
 NUM_RANKS = 2
 Weights = dict[str, Tensor]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from pictures import WIDTH, text
 
-from shardwise.report.page.axes import between
+from shardwise.measure.report.page.axes import between
 
 LEFT, TOP, BOTTOM, HEIGHT = 46.0, 28.0, 232.0, 304.0
 

@@ -1,5 +1,5 @@
 """`python -m shardwise` is the command line."""
 
-from shardwise.cli.app import main
+from shardwise.doors.cli.app import main
 
 main()

@@ -14,21 +14,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.comm.collectives import Collectives
-from shardwise.comm.job_environment import start_of
-from shardwise.comm.watch import WATCH_SECONDS
+from shardwise.comm.groups.collectives import Collectives
+from shardwise.comm.job.job_environment import start_of
+from shardwise.comm.watch.watch import WATCH_SECONDS
 from shardwise.engine import carry
 from shardwise.engine.guards.replicas import COMPARE_EVERY
 from shardwise.engine.our_engine import Engine
 from shardwise.engine.prepare import prepare_on_ours
-from shardwise.errors import InvalidModel
+from shardwise.base.errors import InvalidModel
 from shardwise.plan import Plan, as_plan
 from shardwise.plan.limits import LIMITS
-from shardwise.spec import ModelSpec
-from shardwise.vocabulary.tested_versions import warn_if_untested_torch
+from shardwise.program.spec import ModelSpec
+from shardwise.base.vocabulary.tested_versions import warn_if_untested_torch
 
 if TYPE_CHECKING:
-    from shardwise.torch_engine.torch_engine import TorchEngine
+    from shardwise.engine.torch_engine.torch_engine import TorchEngine
 
 AnyEngine: TypeAlias = "Engine | TorchEngine"
 AnyOptimizer = TypeVar("AnyOptimizer", Optimizer, None, list[Optimizer])
@@ -80,7 +80,7 @@ def prepare(
     LIMITS[plan.engine].check_call("prepare", plan, arguments=arguments)
     if plan.engine == "torch":
         # Imported only when a plan asks for it.
-        from shardwise.torch_engine.prepare import prepare_on_torch
+        from shardwise.engine.torch_engine.prepare import prepare_on_torch
 
         assert not isinstance(optimizer, list)
         return prepare_on_torch(model, optimizer, plan, device=device)

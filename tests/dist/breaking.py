@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import Dataset
 
-from shardwise.checkpoint.disk import Disk
+from shardwise.state.checkpoint.disk import Disk
 from shardwise.models.tasks import Task
 
 POINT = os.environ.get("POINT") if os.environ.get("RANK") == os.environ.get("RANK_TO_BREAK") else None

@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 from typing import BinaryIO
 
-from shardwise.checkpoint.disk import Disk
+from shardwise.state.checkpoint.disk import Disk
 
 
 class FailingDisk(Disk):

@@ -10,8 +10,8 @@ from hosts import Host, NoNamespaces, two_hosts
 from ranks import shut_down
 
 from object_server import object_server, s3
-from shardwise.launch.agent import Agent
-from shardwise.launch.warm_start import WarmStart
+from shardwise.training.launch.agent import Agent
+from shardwise.training.launch.warm_start import WarmStart
 
 __all__ = ["object_server", "s3"]
 
@@ -38,7 +38,7 @@ def _imported() -> Iterator[WarmStart]:
     with pytest.MonkeyPatch.context() as patch:
         # Tasks of tests import from this folder.
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-        warm = WarmStart(("shardwise.train.rank_run",), num_threads="1")
+        warm = WarmStart(("shardwise.training.rank_run",), num_threads="1")
     assert warm.is_ready()
     yield warm
     warm.close()

@@ -13,7 +13,7 @@ SHELL = (
     *("shardwise.engine.activations", "shardwise.engine.offload", "shardwise.engine.out_of_memory"),
     *("shardwise.engine.plan_change", "shardwise.engine.prepared", "shardwise.engine.prepare"),
     *("shardwise.engine.engine", "shardwise.engine.our_engine", "shardwise.engine.last_issued", "shardwise.engines"),
-    *("shardwise.comm.watch", "shardwise.comm.stall", "shardwise.comm.record_writer", "shardwise.comm.noticeboard"),
+    *("shardwise.comm.watch.watch", "shardwise.comm.watch.stall", "shardwise.comm.watch.record_writer", "shardwise.comm.watch.noticeboard"),
 )
 
 
@@ -32,7 +32,7 @@ from late import LateCollectives  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.nn.functional import cross_entropy  # noqa: E402
 
-from shardwise.comm.collectives import BackendCollectives  # noqa: E402
+from shardwise.comm.groups.collectives import BackendCollectives  # noqa: E402
 from shardwise.engine.core.assembly import assemble  # noqa: E402
 from shardwise.plan import Plan  # noqa: E402
 from shardwise.plan.placement import STRATEGIES, Mesh  # noqa: E402

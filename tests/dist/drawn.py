@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES
-from shardwise.units import unit_modules
+from shardwise.program.units import unit_modules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

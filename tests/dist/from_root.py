@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from shardwise.units import unit_modules
+from shardwise.program.units import unit_modules
 
 
 @contextmanager

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from processes import listening
 
-from shardwise.comm.join import joined
-from shardwise.launch.failure import report
+from shardwise.comm.job.join import joined
+from shardwise.training.launch.failure import report
 
 
 def main() -> None:

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.collectives import Collectives, Work
-from shardwise.comm.groups import Group
+from shardwise.comm.groups.collectives import Collectives, Work
+from shardwise.comm.groups.groups import Group
 
 # Bytes of all ones are a NaN in every floating-point format; as an integer they would be a plausible -1.
 _NAN_BYTE = 0xFF

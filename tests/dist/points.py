@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from shardwise.comm.agreement import RanksDisagree, about
-from shardwise.errors import InvalidData
-from shardwise.launch.failure import during, report
+from shardwise.comm.groups.agreement import RanksDisagree, about
+from shardwise.base.errors import InvalidData
+from shardwise.training.launch.failure import during, report
 
 RANK = int(os.environ["RANK"])
 # How much later than its peer's echo a rank fails, at a point that says so.

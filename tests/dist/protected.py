@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import shardwise
 from shardwise.checkpoint import Checkpoints
 from shardwise.plan import Plan
-from shardwise.recovery.protect import Protection
+from shardwise.state.recovery.protect import Protection
 
 NUM_STEPS, EVERY = 9, 2
 

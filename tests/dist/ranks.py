@@ -38,12 +38,12 @@ import torch
 import torch.distributed as dist
 
 from reliability.said import say, take
-from shardwise.comm.groups import Group
+from shardwise.comm.groups.groups import Group
 
 # Imported once, in the fork server, instead of by each worker; torch imports dynamo at the first optimizer.
 _PRELOAD = [
     *("torch", "torch.distributed", "torch._dynamo", "numpy", "pytest", "hypothesis"),
-    *("shardwise.engines", "shardwise.train.rank_run"),
+    *("shardwise.engines", "shardwise.training.rank_run"),
 ]
 # For what is not the body: the start of a process, the import of a test's module, the clean-up.
 _OVERHEAD_SECONDS = 60.0

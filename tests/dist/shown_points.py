@@ -6,7 +6,7 @@ from pathlib import Path
 
 from processes import left_with, ranks_left
 
-from shardwise.launch.launch import launch
+from shardwise.training.launch.launch import launch
 
 POINTS = Path(__file__).parent / "points.py"
 MISTAKE = "InvalidData: broken on purpose"

@@ -16,7 +16,7 @@ from wrong import WIDTH, Blocks, WrongCollectives
 
 import shardwise
 from shardwise import Plan
-from shardwise.comm.collectives import BackendCollectives
+from shardwise.comm.groups.collectives import BackendCollectives
 
 
 def run_rank(rank: int, environment: dict[str, str], output: Path, arguments: tuple[str, str, str]) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from live import LiveTensors, Silent
 
-from shardwise.comm.absent import leave_out_reduce
+from shardwise.comm.job.absent import leave_out_reduce
 from shardwise.engines import accumulate, prepare
 from shardwise.models.tasks import Task
 from shardwise.plan import Plan
@@ -34,7 +34,7 @@ def alike_ranks() -> Iterator[None]:
         patched.enter_context(torch.backends.mkldnn.flags(enabled=True))
         for home in ("comm.agreement", "engine.guards.first_inputs"):
             patched.enter_context(patch(f"shardwise.{home}.exchange", alike))
-        patched.enter_context(patch("shardwise.comm.agreement.largest", lambda numbers, group=None: list(numbers)))
+        patched.enter_context(patch("shardwise.comm.groups.agreement.largest", lambda numbers, group=None: list(numbers)))
         yield
 
 

@@ -29,7 +29,7 @@ import json, os, runpy, sys
 from pathlib import Path
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
-from shardwise.data.images import Digits
+from shardwise.models.data.images import Digits
 
 seen, make, read = [], Digits.__init__, Digits.__getitem__
 

@@ -10,8 +10,8 @@ import torch._C._distributed_c10d as c10d
 from ports import free_port
 from test_watch import started
 
-from shardwise.autopsy.findings import DISAGREE, FAILED, NO_RECORD, STOPPED, Finding, verdict
-from shardwise.autopsy.record_folder import read_records
+from shardwise.comm.autopsy.findings import DISAGREE, FAILED, NO_RECORD, STOPPED, Finding, verdict
+from shardwise.comm.autopsy.record_folder import read_records
 
 HANGS = """
 import os, sys, time

@@ -16,7 +16,7 @@ from whole import in_turn, strategies, whole
 
 from shardwise.engine.engine import engine_of, tape
 from shardwise.engines import prepare
-from shardwise.errors import ShardwiseError
+from shardwise.base.errors import ShardwiseError
 from shardwise.plan import Plan
 
 

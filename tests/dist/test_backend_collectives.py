@@ -4,7 +4,7 @@ import torch
 from ranks import run_ranks, world_group
 from torch import Tensor
 
-from shardwise.comm.collectives import BackendCollectives, own_slice
+from shardwise.comm.groups.collectives import BackendCollectives, own_slice
 
 
 def complex_buffers(rank: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,11 +14,11 @@ import pytest
 from processes import ranks_left
 from ranks import run_ranks
 
-from shardwise.bench.case_result import CaseResult
-from shardwise.bench.results import load_bench
-from shardwise.bench.run_files import ASKED, BenchRun, Found
-from shardwise.bench.worker import run_rank
-from shardwise.cli.app import main
+from shardwise.measure.bench.case_result import CaseResult
+from shardwise.measure.bench.results import load_bench
+from shardwise.measure.bench.run_files import ASKED, BenchRun, Found
+from shardwise.measure.bench.worker import run_rank
+from shardwise.doors.cli.app import main
 from shardwise.engine.core.bucket import ReduceBucket
 from shardwise.engine.core.unit import Unit
 from shardwise.models.tasks import Task, load_task
@@ -124,7 +124,7 @@ def test_strategies_that_train_the_same_agree_and_one_of_them_is_recommended(
     def run(wanted: BenchRun, folder: Path, *, num_ranks: int) -> list[Found]:
         return run_ranks(as_asked, num_ranks=num_ranks, args=(wanted.to_data(),))
 
-    monkeypatch.setattr("shardwise.bench.benchmark.run_ranks", run)
+    monkeypatch.setattr("shardwise.measure.bench.benchmark.run_ranks", run)
     out = config.parent / "out"
     with pytest.raises(SystemExit) as caught:
         main(["bench", str(config), *OPTIONS, "--strategy", "fsdp,ddp", "--out", str(out)])
@@ -196,7 +196,7 @@ def test_the_gate_names_a_wrong_gradient_and_unequal_dtypes_and_ranks_nothing(
         runs.append(folder.name)
         return run_ranks(planted, num_ranks=num_ranks, args=(wanted.to_data(),))
 
-    monkeypatch.setattr("shardwise.bench.benchmark.run_ranks", run)
+    monkeypatch.setattr("shardwise.measure.bench.benchmark.run_ranks", run)
     out = config.parent / "out"
     with pytest.raises(SystemExit) as caught:
         main(["bench", str(config), *OPTIONS, "--strategy", "ddp,zero1,zero2,fsdp", "--out", str(out)])

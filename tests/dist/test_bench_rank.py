@@ -15,19 +15,19 @@ from test_bench import check_silent
 from train_tasks import reference
 from whole import strategies, whole
 
-from shardwise.bench.contestants import ENGINES, plan_for
-from shardwise.bench.run_files import ASKED, BenchRun, Found
-from shardwise.bench.worker import run_rank
-from shardwise.launch.launch import launch
+from shardwise.measure.bench.contestants import ENGINES, plan_for
+from shardwise.measure.bench.run_files import ASKED, BenchRun, Found
+from shardwise.measure.bench.worker import run_rank
+from shardwise.training.launch.launch import launch
 from shardwise.models.reference import Model
 from shardwise.plan import Plan
 from shardwise.plan.placement import SHARDED, Mesh, placement_of
 from shardwise.planner.memory.peak import job_of
 from shardwise.planner.traffic import sent_bytes
-from shardwise.profile.compare import predict
-from shardwise.profile.rehearsal import Rehearsal
+from shardwise.measure.profile.compare import predict
+from shardwise.measure.profile.rehearsal import Rehearsal
 from shardwise.program import build
-from shardwise.train.config import TrainConfig
+from shardwise.training.config.config import TrainConfig
 
 preload("accelerate", "lightning.pytorch")
 
@@ -171,7 +171,7 @@ def test_what_our_engine_sends_is_what_its_tape_says(strategy: str) -> None:
     gathered = sum(one.num_bytes for one in rank.tape if one.kind == "gather")
     reduced = sum(one.num_bytes for one in rank.tape if one.kind == "reduce")
     flags = sum(one.num_bytes for one in rank.tape if one.kind == "reduce flags")
-    # Clipping sums one float64 over slices. On a CPU what would be reduce-scattered is all-reduced (comm/collectives.py).
+    # Clipping sums one float64 over slices. On a CPU what would be reduce-scattered is all-reduced (comm/groups/collectives.py).
     norm = 8 if placement_of(strategy).optim is SHARDED else 0
     assert rank.sent_bytes == once * (gathered + 2 * (reduced + flags + norm))
     scattered = reduced if placement_of(strategy).grads is SHARDED else 0
@@ -233,7 +233,7 @@ def test_bf16_is_seen_in_every_engine(engine: str, strategy: str) -> None:
 
 def launched(run: BenchRun, folder: Path, *, num_ranks: int) -> int:
     (folder / ASKED).write_text(json.dumps(run.to_data()))
-    program = "shardwise.bench.worker"
+    program = "shardwise.measure.bench.worker"
     return launch((str(folder),), num_ranks=num_ranks, max_restarts=0, folder=folder, program=program)
 
 

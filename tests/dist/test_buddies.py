@@ -13,7 +13,7 @@ from test_recovery import damage, equal, newest
 from whole import whole
 
 from reliability.said import say
-from shardwise.comm.job_environment import MEMORY
+from shardwise.comm.job.job_environment import MEMORY
 from shardwise.plan import Plan
 from shardwise.plan.placement import Mesh
 

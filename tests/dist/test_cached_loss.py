@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from whole import whole
 
 import shardwise
-from shardwise.integrations.loss_parameters import announce_loss, hold_loss_parameters, without_loss_parameters
+from shardwise.doors.integrations.loss_parameters import announce_loss, hold_loss_parameters, without_loss_parameters
 from shardwise.plan import Plan
 
 NUM_STEPS = 3

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from ranks import run_ranks
 
-from shardwise.hardware.fit import fit_link
-from shardwise.hardware.measure_ranks import collective_rows
+from shardwise.hardware.measuring.fit import fit_link
+from shardwise.hardware.measuring.measure_ranks import collective_rows
 
 
 def measure(rank: int) -> list[dict[str, Any]]:

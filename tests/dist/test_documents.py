@@ -14,7 +14,7 @@ from fenced import ROOT, Block, Command, blocks_of, pages
 from givens import givens
 from ranks import run_ranks
 
-from shardwise.cli.app import main
+from shardwise.doors.cli.app import main
 
 # In the process of the test; all other commands start processes, and cost seconds.
 _QUICK = ("plan", "explain", "doctor", "export", "import", "models", "devices")

@@ -12,7 +12,7 @@ from training import line, make_collectives
 from whole import whole
 
 import shardwise
-from shardwise.comm.agreement import RanksMissing
+from shardwise.comm.groups.agreement import RanksMissing
 from shardwise.engine.engine import engine_of
 from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan

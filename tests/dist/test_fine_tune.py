@@ -11,8 +11,8 @@ import torch
 from ranks import preload, run_ranks
 from torch import nn
 
-from shardwise.train.config import TrainConfig
-from shardwise.train.config_sections import DataSection
+from shardwise.training.config.config import TrainConfig
+from shardwise.training.config.config_sections import DataSection
 
 preload("transformers.models.llama.modeling_llama")
 
@@ -53,7 +53,7 @@ def config_of(folder: Path, *, steps: int, run: str, **task: Any) -> TrainConfig
 
 
 def train_here(rank: int, config: TrainConfig) -> None:
-    from shardwise.train.rank_run import train
+    from shardwise.training.rank_run import train
 
     train(config)
 
@@ -129,7 +129,7 @@ def test_a_resumed_training_of_adapters_is_the_whole_one(folder: Path) -> None:
 
 @needs_peft
 def test_targets_that_no_module_has_are_refused(folder: Path) -> None:
-    from shardwise.errors import InvalidModel
+    from shardwise.base.errors import InvalidModel
     from shardwise.models.specs.spec_request import Adaptation
     from shardwise.models.weights.fine_tune import checkpoint_task
 
@@ -154,7 +154,7 @@ def train_packed(rank: int, config: TrainConfig) -> tuple[int, int]:
     """Train; return how many layers are packed, and how many bytes of them this rank holds between steps."""
     from bitsandbytes.nn import Linear4bit
 
-    from shardwise.train import rank_run
+    from shardwise.training import rank_run
 
     trained: list[nn.Module] = []
     save = rank_run._save_model

@@ -9,7 +9,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from reliability.said import say
-from shardwise.comm.absent import AbsentCollectives, absent_group
+from shardwise.comm.job.absent import AbsentCollectives, absent_group
 from shardwise.engine.guards.first_inputs import digest
 from shardwise.engines import prepare
 from shardwise.plan import Plan

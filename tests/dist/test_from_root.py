@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise
 from shardwise import Plan
 from shardwise.checkpoint import Checkpoints
-from shardwise.comm.collectives import BackendCollectives
+from shardwise.comm.groups.collectives import BackendCollectives
 from shardwise.engine.engine import engine_of, tape
 from shardwise.engine.guards.guard import ShardedParameter
 from shardwise.program import build

@@ -12,7 +12,7 @@ from training import line, make_collectives
 from whole import strategies, whole
 
 import shardwise
-from shardwise.integrations.prepared_models import PreparedModels
+from shardwise.doors.integrations.prepared_models import PreparedModels
 from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES

@@ -16,9 +16,9 @@ from training import line
 
 import shardwise
 from shardwise import Plan, Task
-from shardwise.errors import InvalidModel
-from shardwise.integrations.asked_plan import asked_plan
-from shardwise.vocabulary import tested_versions
+from shardwise.base.errors import InvalidModel
+from shardwise.doors.integrations.asked_plan import asked_plan
+from shardwise.base.vocabulary import tested_versions
 
 preload("transformers.models.llama.modeling_llama", "transformers.trainer", "lightning.pytorch")
 
@@ -61,7 +61,7 @@ def trainers(rank: int, folder: str) -> None:
     ):
         assert way_out in line(lambda settings=settings: make(**settings)), settings
     # fsdp= and deepspeed= are looked at before the Trainer is.
-    from shardwise.integrations.trainer_arguments import checked_plan
+    from shardwise.doors.integrations.trainer_arguments import checked_plan
 
     args = TrainingArguments(output_dir=folder, use_cpu=True, report_to=[])
     for name, value in (("fsdp", True), ("deepspeed", {"zero_optimization": {"stage": 2}}), ("fp16", True)):

@@ -15,7 +15,7 @@ from ranks import run_ranks
 from torch import nn
 
 from shardwise import Plan, prepare
-from shardwise.errors import InvalidJob
+from shardwise.base.errors import InvalidJob
 
 PREPARES = Path(__file__).parent / "prepares.py"
 LOOPBACK = {"0100007F", "00000000000000000000000001000000"}

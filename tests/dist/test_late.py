@@ -7,8 +7,8 @@ from late import LateCollectives, LateError
 from ranks import run_ranks, world_group
 from torch import Tensor
 
-from shardwise.comm.collectives import BackendCollectives, Collectives, Work, own_slice
-from shardwise.comm.groups import Group
+from shardwise.comm.groups.collectives import BackendCollectives, Collectives, Work, own_slice
+from shardwise.comm.groups.groups import Group
 
 KINDS = ["all_gather", "reduce_scatter", "all_reduce", "broadcast"]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64]

@@ -19,8 +19,8 @@ from processes import LOOPBACK, processes_with
 from ranks import run_ranks
 from whole import whole
 
-from shardwise.launch.agent import JobFailed, JobStopped
-from shardwise.launch.launch import InvalidFolder, launch, run_job
+from shardwise.training.launch.agent import JobFailed, JobStopped
+from shardwise.training.launch.launch import InvalidFolder, launch, run_job
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 

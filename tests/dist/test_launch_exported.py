@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.interchange.exported import JobShape
-from shardwise.interchange.targets import export, write
+from shardwise.doors.interchange.exported import JobShape
+from shardwise.doors.interchange.targets import export, write
 from shardwise.plan import Plan
 
 TWO = JobShape(ranks_per_node=2, has_gpus=False)

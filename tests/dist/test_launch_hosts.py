@@ -15,7 +15,7 @@ from ranks import run_ranks
 from test_launch_train import CONFIG
 from train_tasks import trained
 
-from shardwise.train.config import TrainConfig
+from shardwise.training.config.config import TrainConfig
 
 HERE = Path(__file__).parent
 

@@ -62,7 +62,7 @@ def test_a_rank_that_reports_long_after_its_echo_is_the_one_that_failed(
 def test_an_echo_of_a_rank_that_never_reports_says_that_this_rank_still_runs(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardwise.launch.agent._CAUSE_SECONDS", 1.0)
+    monkeypatch.setattr("shardwise.training.launch.agent._CAUSE_SECONDS", 1.0)
     assert launch_point("never_reports", tmp_path, failing=2) == 2
     assert capfd.readouterr().err.startswith(
         "rank 0 failed first: RanksDisagree: rank 2 could not continue; rank 2 is still running and has reported nothing"

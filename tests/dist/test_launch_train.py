@@ -13,10 +13,10 @@ from processes import left_with, ranks_left
 from whole import whole
 
 from reliability.said import say
-from shardwise.autopsy.findings import FAILED, verdict
-from shardwise.autopsy.record_folder import read_records
-from shardwise.cli.app import main
-from shardwise.launch.launch import launch
+from shardwise.comm.autopsy.findings import FAILED, verdict
+from shardwise.comm.autopsy.record_folder import read_records
+from shardwise.doors.cli.app import main
+from shardwise.training.launch.launch import launch
 from shardwise.plan import Plan
 
 CONFIG = f"""

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from processes import left_with
 
-from shardwise.cli.autopsy import autopsy
-from shardwise.launch.launch import launch
+from shardwise.doors.cli.autopsy import autopsy
+from shardwise.training.launch.launch import launch
 
 PROGRAM = Path(__file__).with_name("warmed.py")
 LIGHT = Path(__file__).with_name("light.py")
@@ -23,7 +23,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     """A job that is started again once, and then fails: its folder, and how it ended."""
     folder = tmp_path_factory.mktemp("warm")
     code = (
-        "import sys; from pathlib import Path; from shardwise.launch.launch import launch;"
+        "import sys; from pathlib import Path; from shardwise.training.launch.launch import launch;"
         f"sys.exit(launch({[str(folder), 'one', '$two', 'fail']!r}, num_ranks=2, max_restarts=2,"
         f"folder=Path({str(folder)!r}), program={str(PROGRAM)!r}))"
     )

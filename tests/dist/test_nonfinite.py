@@ -16,11 +16,11 @@ from train_tasks import config, lines
 from whole import whole
 
 from reliability.said import say
-from shardwise.errors import ShardwiseError
+from shardwise.base.errors import ShardwiseError
 from shardwise.models.tasks import Task
-from shardwise.train.config import TrainConfig
-from shardwise.train.nonfinite import find_first_nonfinite
-from shardwise.train.rank_run import train
+from shardwise.training.config.config import TrainConfig
+from shardwise.training.loop.nonfinite import find_first_nonfinite
+from shardwise.training.rank_run import train
 
 
 class Samples(Dataset[Tensor]):

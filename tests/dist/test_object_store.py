@@ -88,7 +88,7 @@ def test_a_rank_that_fails_in_its_file_leaves_nothing_of_the_checkpoint(
 
 
 def killed_in_its_upload(rank: int, environment: Environment, url: str) -> None:
-    from shardwise.files import upload
+    from shardwise.base.files import upload
 
     with client_of(environment):
         # A worker is used once more only if it is as before; this one is killed.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shardwise
 from shardwise import Plan
-from shardwise.errors import ShardwiseError
+from shardwise.base.errors import ShardwiseError
 
 WIDTH = 4
 

@@ -11,7 +11,7 @@ from wrong import WIDTH, Blocks
 
 import shardwise
 from shardwise.plan import Plan
-from shardwise.vocabulary.quantities import bytes_text
+from shardwise.base.vocabulary.quantities import bytes_text
 
 NUM_BYTES = 4 * 320
 """Of the parameters of one block, padded."""

@@ -17,7 +17,7 @@ from whole import in_turn, whole
 
 import shardwise
 from shardwise.checkpoint import Checkpoints
-from shardwise.comm.agreement import exchange
+from shardwise.comm.groups.agreement import exchange
 from shardwise.engine.engine import engine_of
 from shardwise.engine.prepared.inventory import held_bytes
 from shardwise.engines import prepare

@@ -16,7 +16,7 @@ from training import Case, Result, assert_equal, make_collectives, on_ranks, one
 from whole import whole
 
 import shardwise
-from shardwise.comm.collectives import BackendCollectives
+from shardwise.comm.groups.collectives import BackendCollectives
 from shardwise.engine.engine import engine_of
 from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan

@@ -8,8 +8,8 @@ from whole import whole
 
 from shardwise.plan import Plan
 from shardwise.planner import estimate
-from shardwise.trace.observe import Way
-from shardwise.trace.trace import trace_model
+from shardwise.models.trace.observe import Way
+from shardwise.models.trace.trace import trace_model
 
 PLANS = [Plan(strategy=strategy) for strategy in ("ddp", "fsdp")]
 

@@ -11,7 +11,7 @@ from step_memory import alike_ranks, step_bytes
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from whole import whole
 
-from shardwise.comm.absent import absent_group
+from shardwise.comm.job.absent import absent_group
 from shardwise.engine.activations.tiled import tile_modules
 from shardwise.engines import prepare
 from shardwise.models.shapes import GPTShape, LlamaShape, ResNetShape, Shape, ViTShape
@@ -23,10 +23,10 @@ from shardwise.plan.placement import STRATEGIES, Mesh
 from shardwise.planner import MemoryEstimate, estimate
 from shardwise.planner.ways import fp8_traces, traced_ways
 from shardwise.program.buffers import fp8_weight_names
-from shardwise.spec import ModelSpec
-from shardwise.trace.observe import Way
-from shardwise.trace.trace import trace_model
-from shardwise.units import model_spec
+from shardwise.program.spec import ModelSpec
+from shardwise.models.trace.observe import Way
+from shardwise.models.trace.trace import trace_model
+from shardwise.program.units import model_spec
 
 SHAPES: dict[str, tuple[Shape, int]] = {
     "gpt": (GPTShape(num_layers=3, width=64, num_heads=4, vocab_size=250, max_seq=32), 4),

@@ -13,7 +13,7 @@ from step_memory import alike_ranks, step_bytes
 from test_planner_memory import SHAPES, spec_of, task_of
 from whole import whole
 
-from shardwise.comm.absent import AbsentCollectives, absent_group
+from shardwise.comm.job.absent import AbsentCollectives, absent_group
 from shardwise.engines import prepare
 from shardwise.models.muon import MuonWithAdamW, split_off_matrices
 from shardwise.models.reference import Model
@@ -21,7 +21,7 @@ from shardwise.models.tasks import Task, load_task
 from shardwise.plan import Plan
 from shardwise.planner import MemoryEstimate, estimate
 from shardwise.planner.memory.peak import job_of
-from shardwise.units import model_spec
+from shardwise.program.units import model_spec
 
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
 

@@ -17,13 +17,13 @@ from whole import strategies, whole
 
 import shardwise
 from reliability.said import say
-from shardwise.comm.job_environment import MEMORY
-from shardwise.launch.launch import launch
+from shardwise.comm.job.job_environment import MEMORY
+from shardwise.training.launch.launch import launch
 from shardwise.plan import Plan
 from shardwise.plan.placement import Mesh
-from shardwise.recovery import generation
-from shardwise.recovery.memory_folder import free_memory
-from shardwise.recovery.memory_key import key_in
+from shardwise.state.recovery import generation
+from shardwise.state.recovery.memory_folder import free_memory
+from shardwise.state.recovery.memory_key import key_in
 
 HERE = Path(__file__).parent
 PLANS = [
@@ -228,7 +228,7 @@ def without_room(rank: int, folder: Path) -> Any:
             raise generation.NoRoom(path, num_bytes=num_bytes)
         return full(path, num_bytes=num_bytes)
 
-    from shardwise.recovery import two_generations
+    from shardwise.state.recovery import two_generations
 
     two_generations.DataFile = refuse  # type: ignore[assignment,misc]
     try:

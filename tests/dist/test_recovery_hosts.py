@@ -14,7 +14,7 @@ import torch
 from hosts import Host
 from test_recovery import equal
 
-from shardwise.comm.job_environment import MEMORY
+from shardwise.comm.job.job_environment import MEMORY
 
 PROGRAM = Path(__file__).with_name("protected.py")
 CONF = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=2"

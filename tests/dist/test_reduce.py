@@ -11,8 +11,8 @@ from late import LateCollectives
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from shardwise.comm.collectives import BackendCollectives, Collectives, Work
-from shardwise.comm.groups import Group
+from shardwise.comm.groups.collectives import BackendCollectives, Collectives, Work
+from shardwise.comm.groups.groups import Group
 from shardwise.engine.engine import engine_of
 from shardwise.engines import prepare
 from shardwise.models.tasks import cross_entropy

@@ -10,9 +10,9 @@ from ranks import run_ranks, world_group
 from torch import Tensor
 from whole import whole
 
-from shardwise.comm.collectives import BackendCollectives, Collectives, Work, own_slice
-from shardwise.comm.groups import Group
-from shardwise.comm.ring import RingCollectives
+from shardwise.comm.groups.collectives import BackendCollectives, Collectives, Work, own_slice
+from shardwise.comm.groups.groups import Group
+from shardwise.comm.groups.ring import RingCollectives
 
 KINDS = ["all_gather", "reduce_scatter", "all_reduce", "broadcast"]
 DTYPES = [

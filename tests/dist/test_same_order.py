@@ -11,8 +11,8 @@ from training import line
 from whole import whole
 from wrong import WIDTH, Blocks, WrongCollectives
 
-from shardwise.comm.collectives import BackendCollectives
-from shardwise.comm.issued import first_difference
+from shardwise.comm.groups.collectives import BackendCollectives
+from shardwise.comm.groups.issued import first_difference
 from shardwise.engine.engine import engine_of
 from shardwise.engine.guards.same_order import coefficient, count_bits
 from shardwise.engines import prepare

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 from ranks import run_ranks
 
-from shardwise.comm.step_flags import StepFlags
+from shardwise.comm.groups.step_flags import StepFlags
 
 
 def exchanged(rank: int, num_steps: int) -> list[dict[str, int]]:

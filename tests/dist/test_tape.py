@@ -11,7 +11,7 @@ from ranks import run_ranks
 from whole import whole
 
 from shardwise import accumulate
-from shardwise.comm.collectives import BackendCollectives
+from shardwise.comm.groups.collectives import BackendCollectives
 from shardwise.engine.core.step_events import TapeEntry
 from shardwise.engine.engine import engine_of, tape
 from shardwise.engines import prepare

@@ -13,7 +13,7 @@ from whole import whole
 import shardwise
 from shardwise.engine.activations.tiled import TiledHead
 from shardwise.engine.activations.tiled_logits import TiledLogits
-from shardwise.errors import InvalidModel, InvalidPlan
+from shardwise.base.errors import InvalidModel, InvalidPlan
 from shardwise.plan import Plan
 
 WIDTH, LENGTH = 8, 21

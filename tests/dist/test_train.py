@@ -17,13 +17,13 @@ from train_tasks import Ended, config, curve, gpt, lines, reference, table, trai
 from whole import in_turn, whole
 
 from reliability.said import say
-from shardwise.errors import ShardwiseError
+from shardwise.base.errors import ShardwiseError
 from shardwise.models.tasks import Task
 from shardwise.plan import Plan
-from shardwise.train.batches import Sharing
-from shardwise.train.config import TrainConfig
-from shardwise.train.evaluation import evaluate
-from shardwise.train.rank_run import train
+from shardwise.training.loop.batches import Sharing
+from shardwise.training.config.config import TrainConfig
+from shardwise.training.loop.evaluation import evaluate
+from shardwise.training.rank_run import train
 
 
 def run(asked: TrainConfig, *, num_ranks: int = 2) -> list[Ended]:

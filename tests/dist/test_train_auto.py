@@ -10,11 +10,11 @@ from torch import nn
 from train_tasks import config, lines, trained
 
 import shardwise
-from shardwise.errors import ShardwiseError
+from shardwise.base.errors import ShardwiseError
 from shardwise.plan import Plan
-from shardwise.train.config import TrainConfig
-from shardwise.train.config_section import InvalidConfig
-from shardwise.train.rank_run import train
+from shardwise.training.config.config import TrainConfig
+from shardwise.training.config.config_section import InvalidConfig
+from shardwise.training.rank_run import train
 
 
 def auto(folder: Path, **sections: object) -> TrainConfig:

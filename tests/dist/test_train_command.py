@@ -12,7 +12,7 @@ import pytest
 from ranks import run_ranks
 from train_tasks import reference
 
-from shardwise.cli.app import main
+from shardwise.doors.cli.app import main
 from shardwise.plan import Plan
 
 

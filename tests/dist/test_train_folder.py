@@ -12,10 +12,10 @@ from train_tasks import config, lines, reference, trained
 from whole import whole
 
 from reliability.said import say
-from shardwise.errors import ShardwiseError
-from shardwise.launch.folder_lock import locked
-from shardwise.train.config import TrainConfig
-from shardwise.train.rank_run import train
+from shardwise.base.errors import ShardwiseError
+from shardwise.training.launch.folder_lock import locked
+from shardwise.training.config.config import TrainConfig
+from shardwise.training.rank_run import train
 
 
 def refused(rank: int, asked: TrainConfig) -> str:

@@ -9,7 +9,7 @@ from given_optimizers import tried_soon
 from ranks import run_ranks
 from train_tasks import assert_same_end, config, curve, reference, trained
 
-from shardwise.train.config import TrainConfig
+from shardwise.training.config.config import TrainConfig
 
 
 def asked(folder: Path, *, model: str = "gpt-tiny", steps: int = 4, ns_steps: int = 1, **plan: Any) -> TrainConfig:

@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from train_tasks import assert_same_end, config, curve, lines, reference, tensors, trained
 
-from shardwise.errors import ShardwiseError
+from shardwise.base.errors import ShardwiseError
 from shardwise.plan import Plan
-from shardwise.train.config import TrainConfig
-from shardwise.train.rank_run import train
+from shardwise.training.config.config import TrainConfig
+from shardwise.training.rank_run import train
 
 NUM_STEPS = 3
 

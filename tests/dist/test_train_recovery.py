@@ -9,10 +9,10 @@ from ranks import run_ranks
 from train_tasks import assert_same_end, config, curve, lines, trained
 from whole import whole
 
-from shardwise.checkpoint.folder import checkpoints_in
-from shardwise.recovery.memory_folder import free_memory
-from shardwise.recovery.memory_key import key_in
-from shardwise.train.config import TrainConfig
+from shardwise.state.checkpoint.folder import checkpoints_in
+from shardwise.state.recovery.memory_folder import free_memory
+from shardwise.state.recovery.memory_key import key_in
+from shardwise.training.config.config import TrainConfig
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_fresh_forgets_the_snapshots(folder: Path) -> None:
 def trained_fresh(rank: int, asked: TrainConfig) -> int:
     from rich.console import Console
 
-    from shardwise.train.rank_run import train
+    from shardwise.training.rank_run import train
 
     seen: list[int] = []
     train(asked, fresh=True, on_step=lambda metrics: seen.append(metrics.step), console=Console(quiet=True))

@@ -15,9 +15,9 @@ from rich.console import Console
 from train_tasks import assert_same_end, assert_seen_once_per_epoch, config, curve, lines, reference, trained
 from whole import whole
 
-from shardwise.train.config import TrainConfig
-from shardwise.train.metrics import StepMetrics
-from shardwise.train.rank_run import Outcome, train
+from shardwise.training.config.config import TrainConfig
+from shardwise.training.loop.metrics import StepMetrics
+from shardwise.training.rank_run import Outcome, train
 
 
 def on_ranks(asked: TrainConfig, *, num_ranks: int = 2, crash_after: int | None = None) -> list[Any]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import shardwise
 from shardwise import Plan
-from shardwise.errors import InvalidData, InvalidModel
+from shardwise.base.errors import InvalidData, InvalidModel
 from shardwise.models.tasks import cross_entropy
 
 NUM_STEPS = 3

@@ -10,8 +10,8 @@ from ranks import preload, run_ranks
 from test_asked_by_others import make_llama
 from whole import whole
 
-from shardwise.recovery.memory_folder import free_memory
-from shardwise.recovery.memory_key import key_in
+from shardwise.state.recovery.memory_folder import free_memory
+from shardwise.state.recovery.memory_key import key_in
 
 preload("transformers.models.llama.modeling_llama", "transformers.trainer")
 

@@ -13,7 +13,7 @@ from training import make_collectives
 from whole import in_turn, strategies, whole
 
 import shardwise
-from shardwise.errors import ShardwiseError
+from shardwise.base.errors import ShardwiseError
 from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
 

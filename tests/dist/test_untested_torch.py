@@ -10,7 +10,7 @@ from torch import nn
 
 import shardwise
 from shardwise.plan import Plan
-from shardwise.vocabulary import tested_versions
+from shardwise.base.vocabulary import tested_versions
 
 
 def warned(rank: int, found: str, engine: str) -> list[str]:

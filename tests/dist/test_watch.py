@@ -19,10 +19,10 @@ from whole import whole
 from wrong import WIDTH, Blocks
 
 from reliability.said import say
-from shardwise.comm.small_collectives import from_first
-from shardwise.comm.watch import EXIT_CODE
+from shardwise.comm.groups.small_collectives import from_first
+from shardwise.comm.watch.watch import EXIT_CODE
 from shardwise.engines import prepare
-from shardwise.launch.launch import launch
+from shardwise.training.launch.launch import launch
 from shardwise.plan import Plan
 
 HERE = Path(__file__).parent
@@ -278,7 +278,7 @@ def outlives_the_model_before(rank: int) -> None:
         gc.collect()
         return from_first(value)
 
-    with patch("shardwise.comm.watch.from_first", collected):
+    with patch("shardwise.comm.watch.watch.from_first", collected):
         model = Blocks()
         prepare(model, None, Plan())
     watching = [thread for thread in threading.enumerate() if thread.name.startswith("shardwise-watch")]

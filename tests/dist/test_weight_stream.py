@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from training import line, make_collectives
 
 import shardwise
-from shardwise.comm.agreement import RanksMissing
+from shardwise.comm.groups.agreement import RanksMissing
 from shardwise.engine.engine import engine_of
 from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan

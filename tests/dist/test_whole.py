@@ -14,7 +14,7 @@ from training import line, make_collectives
 from whole import strategies, whole
 
 import shardwise
-from shardwise.comm.agreement import RanksDisagree
+from shardwise.comm.groups.agreement import RanksDisagree
 from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES

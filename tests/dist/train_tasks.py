@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from shardwise.checkpoint import Checkpoints, open_checkpoint
-from shardwise.data.sampler import DistributedSampler
+from shardwise.training.loading.sampler import DistributedSampler
 from shardwise.models.catalogue import CATALOGUE
 from shardwise.models.shapes import GPTShape, ViTShape
 from shardwise.models.tasks import Task, image_task, token_task
-from shardwise.train.config import TrainConfig
-from shardwise.train.metrics import StepMetrics
-from shardwise.train.rank_run import Outcome, train
+from shardwise.training.config.config import TrainConfig
+from shardwise.training.loop.metrics import StepMetrics
+from shardwise.training.rank_run import Outcome, train
 
 
 def reference(function: str) -> str:

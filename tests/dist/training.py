@@ -13,10 +13,10 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from reliability.said import say
-from shardwise.comm.collectives import BackendCollectives, Collectives
+from shardwise.comm.groups.collectives import BackendCollectives, Collectives
 from shardwise.engine.engine import engine_of
 from shardwise.engines import clip_grad_norm_, prepare
-from shardwise.errors import ShardwiseError
+from shardwise.base.errors import ShardwiseError
 from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
 
@@ -109,7 +109,7 @@ def _largest(tensor: Tensor) -> float:
 def make_collectives(*, late: bool, rank: int, ring: bool = False) -> Collectives:
     inner: Collectives = BackendCollectives()
     if ring:
-        from shardwise.comm.ring import RingCollectives
+        from shardwise.comm.groups.ring import RingCollectives
 
         inner = RingCollectives()
     return LateCollectives(inner, seed=rank) if late else inner

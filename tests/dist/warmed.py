@@ -23,7 +23,7 @@ def main() -> None:
     import torch
     import torch.distributed as dist
 
-    from shardwise.comm.join import joined
+    from shardwise.comm.job.join import joined
 
     with joined(torch.device("cpu")):
         total = torch.ones(4)

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.collectives import Collectives, Work
-from shardwise.comm.groups import Group
+from shardwise.comm.groups.collectives import Collectives, Work
+from shardwise.comm.groups.groups import Group
 
 WIDTH = 16
 

@@ -10,7 +10,7 @@ from shardwise.engine.plan_change.replan import _FIXED
 from shardwise.plan import Plan
 from shardwise.plan.patterns import unmatched
 from shardwise.plan.placement import ACROSS, SHARDED, STRATEGIES, Mesh
-from shardwise.units import unit_modules
+from shardwise.program.units import unit_modules
 
 # Keys that are not drawn, with the reason.
 LEFT_OUT = {

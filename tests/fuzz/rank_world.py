@@ -21,7 +21,7 @@ from worlds import CLIP_VALUE, DECAY, FACTOR, MAX_NORM, Observed, World, scaled
 
 import shardwise
 from shardwise.checkpoint import Checkpoints
-from shardwise.comm.agreement import exchange
+from shardwise.comm.groups.agreement import exchange
 from shardwise.engine.prepare import _collectives
 from shardwise.engines import require_engine
 

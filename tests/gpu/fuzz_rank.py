@@ -20,7 +20,7 @@ from drawn_plans import is_narrow  # noqa: E402
 from open_faults import why_left_out  # noqa: E402
 from outcomes import Outcome, run_cases  # noqa: E402
 
-from shardwise.comm.agreement import exchange  # noqa: E402
+from shardwise.comm.groups.agreement import exchange  # noqa: E402
 from shardwise.engine.graphs import unit_graphs  # noqa: E402
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.bench.benchmark import Asked, bench
-from shardwise.bench.case import cases_of
-from shardwise.bench.contestants import ENGINES
-from shardwise.bench.modes import mode_of
-from shardwise.train.config import TrainConfig
+from shardwise.measure.bench.benchmark import Asked, bench
+from shardwise.measure.bench.case import cases_of
+from shardwise.measure.bench.contestants import ENGINES
+from shardwise.measure.bench.modes import mode_of
+from shardwise.training.config.config import TrainConfig
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,7 +26,7 @@ import os
 import sys
 if "RANK" in os.environ:
     os.environ.update(LOCAL_RANK="0", NCCL_HOSTID="host" + os.environ["RANK"])
-elif "shardwise.launch.warm_process" in sys.orig_argv:
+elif "shardwise.training.launch.warm_process" in sys.orig_argv:
     os._exit(0)
 """
 

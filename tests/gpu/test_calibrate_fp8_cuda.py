@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from shardwise.hardware import device_of
-from shardwise.hardware.calibrate import measure_device
-from shardwise.hardware.fit import kernel_of_probe
-from shardwise.hardware.measure import Stopwatch, kernel_of
-from shardwise.hardware.probe import ROLES, Probe
+from shardwise.hardware.measuring.calibrate import measure_device
+from shardwise.hardware.measuring.fit import kernel_of_probe
+from shardwise.hardware.measuring.measure import Stopwatch, kernel_of
+from shardwise.hardware.measuring.probe import ROLES, Probe
 
 _HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not _HAS_FP8, reason="needs a CUDA device with fp8")]

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from shardwise.hardware import device_of
-from shardwise.hardware.calibrate import measure_device
+from shardwise.hardware.measuring.calibrate import measure_device
 from shardwise.hardware.device import link_of
-from shardwise.hardware.measure_host_memory import measured_host_memory
-from shardwise.hardware.probe_host import probe_host
+from shardwise.hardware.measuring.measure_host_memory import measured_host_memory
+from shardwise.hardware.measuring.probe_host import probe_host
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

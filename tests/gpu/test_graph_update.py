@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from shardwise.bench.contestants import plan_for
-from shardwise.bench.graph_update import GraphUpdate, counts_on_device
-from shardwise.bench.run_files import BenchRun
-from shardwise.bench.subject import BenchTraining, start
-from shardwise.comm.join import joined
-from shardwise.errors import InvalidData
+from shardwise.measure.bench.contestants import plan_for
+from shardwise.measure.bench.graph_update import GraphUpdate, counts_on_device
+from shardwise.measure.bench.run_files import BenchRun
+from shardwise.measure.bench.subject import BenchTraining, start
+from shardwise.comm.job.join import joined
+from shardwise.base.errors import InvalidData
 from shardwise.plan import Plan
-from shardwise.train.config import TrainConfig
+from shardwise.training.config.config import TrainConfig
 
 pytestmark = [
     pytest.mark.gpu,

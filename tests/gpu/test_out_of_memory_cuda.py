@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise
-from shardwise.comm.join import joined
+from shardwise.comm.job.join import joined
 from shardwise.engine import out_of_memory
 from shardwise.plan import Plan
 

@@ -9,8 +9,8 @@ import torch
 from shardwise.models.reference import Model
 from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES
-from shardwise.profile.compare import Profile, predict
-from shardwise.profile.rehearsal import Rehearsal, rehearse_apart
+from shardwise.measure.profile.compare import Profile, predict
+from shardwise.measure.profile.rehearsal import Rehearsal, rehearse_apart
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -17,14 +17,14 @@ from protected import NUM_STEPS, Protected
 from test_recovery import equal, newest
 
 import shardwise
-from shardwise.checkpoint.late_numbers import LateNumbers
-from shardwise.checkpoint.typed import from_json
+from shardwise.state.checkpoint.late_numbers import LateNumbers
+from shardwise.state.checkpoint.typed import from_json
 from shardwise.plan import Plan
-from shardwise.recovery import copying
-from shardwise.recovery.copying import Copier, CopySource, pin, unpin
-from shardwise.recovery.generation import DataFile
-from shardwise.recovery.memory_folder import free_memory
-from shardwise.recovery.memory_key import key_in
+from shardwise.state.recovery import copying
+from shardwise.state.recovery.copying import Copier, CopySource, pin, unpin
+from shardwise.state.recovery.generation import DataFile
+from shardwise.state.recovery.memory_folder import free_memory
+from shardwise.state.recovery.memory_key import key_in
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(230)]
 
@@ -197,7 +197,7 @@ def launch(folder: Path, *, kill: str) -> None:
     paths = (str(HERE), str(HERE.parent / "dist"), str(HERE.parent), os.environ.get("PYTHONPATH"))
     words = ["fsdp", str(folder)]
     code = (
-        "import sys; from pathlib import Path; from shardwise.launch.launch import launch; "
+        "import sys; from pathlib import Path; from shardwise.training.launch.launch import launch; "
         f"sys.exit(launch({words!r}, num_ranks=2, max_restarts=1, folder=Path({str(folder / 'job')!r}), "
         f"program={str(HERE / 'recovery_rank.py')!r}))"
     )

@@ -8,8 +8,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from shardwise.train.config import TrainConfig
-from shardwise.train.rank_run import train
+from shardwise.training.config.config import TrainConfig
+from shardwise.training.rank_run import train
 
 # A run writes its resolved config as TOML; an environment without this dependency of Shardwise says so here.
 pytest.importorskip("tomli_w")

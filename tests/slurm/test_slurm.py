@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from slurm_here import Slurm, is_installed, slurm_here
 
-from shardwise.interchange.exported import JobShape
-from shardwise.interchange.targets import export, write
+from shardwise.doors.interchange.exported import JobShape
+from shardwise.doors.interchange.targets import export, write
 from shardwise.plan import Plan
 
 pytestmark = [
@@ -99,7 +99,7 @@ def test_bare_srun_starts_a_users_own_script(slurm: Slurm, tmp_path: Path) -> No
     folder.mkdir()
     (folder / "script.py").write_text(
         "import torch, shardwise\n"
-        "from shardwise.comm.join import joined\n"
+        "from shardwise.comm.job.join import joined\n"
         "with joined(torch.device('cpu')):\n"
         "    model = torch.nn.Linear(4, 4)\n"
         "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"

@@ -2,7 +2,7 @@
 
 from shardwise.models.reference import Model
 from shardwise.plan import Plan
-from shardwise.spec import ModelSpec
+from shardwise.program.spec import ModelSpec
 
 
 def spec_for(model: str, *plans: Plan, seq: int | None = None) -> ModelSpec:

@@ -90,7 +90,7 @@ def import_all() -> None:
 def while_prepared() -> State:
     """The state while a model is prepared, and steps."""
     from shardwise import Plan, prepare
-    from shardwise.comm.absent import AbsentCollectives
+    from shardwise.comm.job.absent import AbsentCollectives
 
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -112,7 +112,7 @@ def main() -> None:
     import_all()
     found = {"imported": changed(before, state())}
 
-    from shardwise.comm.absent import absent_group
+    from shardwise.comm.job.absent import absent_group
 
     # With a folder for its record, a failing rank writes one from sys.excepthook.
     os.environ["SHARDWISE_AUTOPSY"] = os.devnull

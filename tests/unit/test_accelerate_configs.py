@@ -15,7 +15,7 @@ from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy, StateDict
 
 from shardwise.models.catalogue import shape_of
 from shardwise.models.make import build_model
-from shardwise.models.vit import Block
+from shardwise.models.own.vit import Block
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "accelerate"

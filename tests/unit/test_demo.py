@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cli.app import main
+from shardwise.doors.cli.app import main
 from shardwise.hardware.prices import prices
 
 MAKEFILE = (Path(__file__).parents[2] / "Makefile").read_text()

@@ -17,16 +17,16 @@ from shardwise import engines
 from shardwise.engine.carry import carry_engine, drop_engine
 from shardwise.engine.our_engine import Engine
 from shardwise.engines import AnyEngine, find_engine, require_engine
-from shardwise.errors import InvalidModel, InvalidPlan
+from shardwise.base.errors import InvalidModel, InvalidPlan
 from shardwise.plan import Plan
 from shardwise.plan.limits import LIMITS, CallLimit
-from shardwise.torch_engine.plain_model import PlainModel, state_of
-from shardwise.torch_engine.torch_engine import TorchEngine
+from shardwise.engine.torch_engine.plain_model import PlainModel, state_of
+from shardwise.engine.torch_engine.torch_engine import TorchEngine
 
 SOURCE = Path(shardwise.__file__).parent
 # Each has its reason: `prepare` chooses the engine; the rules of a step are those of its engine; a rehearsal finds DDP
 # anywhere in another library's model; a benchmark names its cases.
-MAY_ASK = {"engines.py", "program/build.py", "comm/absent.py", "bench/modes.py"}
+MAY_ASK = {"engines.py", "program/build.py", "comm/job/absent.py", "measure/bench/modes.py"}
 
 # What counts as asking. Functions that tell one engine from another:
 ASKING_FUNCTIONS = {"is_prepared", "is_on_torch"}
@@ -199,7 +199,7 @@ def test_the_rows_without_a_call_here_are_read_by_callers_with_sentences_of_thei
 
 
 def test_torchs_engine_refuses_nothing_by_itself_and_no_sentence_of_the_table_is_written_twice() -> None:
-    engine = ast.parse((SOURCE / "torch_engine/torch_engine.py").read_text())
+    engine = ast.parse((SOURCE / "engine/torch_engine/torch_engine.py").read_text())
     assert not any(isinstance(node, ast.Raise) for node in ast.walk(engine))
     sources = {path: path.read_text() for path in SOURCE.rglob("*.py") if path.name != "limits.py"}
     for limit in LIMITS["torch"].calls:

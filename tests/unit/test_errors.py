@@ -1,4 +1,4 @@
-from shardwise.errors import MissingExtra, UnknownName
+from shardwise.base.errors import MissingExtra, UnknownName
 
 
 def test_an_unknown_name_shows_the_nearest_or_all_where_few_are_known() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import shardwise
-from shardwise.vocabulary.lazy_names import lazy_names
-from shardwise.vocabulary.tested_versions import TESTED_TORCH
+from shardwise.base.vocabulary.lazy_names import lazy_names
+from shardwise.base.vocabulary.tested_versions import TESTED_TORCH
 
 ROOT = Path(__file__).parents[2]
 

@@ -16,12 +16,12 @@ from types import ModuleType
 import pytest
 import typer
 import yaml
-from report.chromium import Page, needs_chromium, page
+from measure.report.chromium import Page, needs_chromium, page
 
 import shardwise
-from shardwise.cli.app import app
-from shardwise.files.keys import reference
-from shardwise.train.config import SECTIONS
+from shardwise.doors.cli.app import app
+from shardwise.base.files.keys import reference
+from shardwise.training.config.config import SECTIONS
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = {"reference/python.md", "reference/command-line.md", "reference/config.md"}

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.errors import InvalidModel, UnknownName
+from shardwise.base.errors import InvalidModel, UnknownName
 from shardwise.models.tasks import Task, load_task
 
 OWN = """

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import shardwise
-from shardwise.errors import TorchChanged
-from shardwise.torch_internals import torch_private
-from shardwise.torch_internals.private_names import PRIVATE, Private
-from shardwise.vocabulary.tested_versions import TESTED_TORCH, installed_torch
+from shardwise.base.errors import TorchChanged
+from shardwise.base.torch_internals import torch_private
+from shardwise.base.torch_internals.private_names import PRIVATE, Private
+from shardwise.base.vocabulary.tested_versions import TESTED_TORCH, installed_torch
 
 
 def is_here(private: Private) -> bool:
@@ -136,7 +136,7 @@ def test_what_is_put_in_torchs_place_is_there_until_it_is_put_back() -> None:
 
 SOURCE = Path(shardwise.__file__).parent
 
-# What torch_internals/__init__.py says is left in the files that use it.
+# What base/torch_internals/__init__.py says is left in the files that use it.
 LEFT_IN_TORCH = re.compile(
     r"torch\._foreach_\w+|torch\._scaled_mm|torch\.ops\.aten\._\w+(\.\w+)?|torch\.utils\._pytree(\.\w+)?"
 )
@@ -161,7 +161,7 @@ OF_OTHERS = {
     "_runs_inside_forward", "_replace", "_init_weights", "_is_distributed_loading_by_transformers",
 }  # fmt: skip
 # Where objects are those of other libraries, which have private names too.
-ON_OTHERS = ("integrations", "models/weights/pretrained.py", "bench/peers.py", "bench/megatron_peer.py")
+ON_OTHERS = ("integrations", "models/weights/pretrained.py", "measure/bench/peers.py", "measure/bench/megatron_peer.py")
 
 
 @cache

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.fsdp import FSDPModule
 
-from shardwise.comm.absent import absent_group
-from shardwise.units import unit_modules
+from shardwise.comm.job.absent import absent_group
+from shardwise.program.units import unit_modules
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NAME = "qwen3-0.6b"

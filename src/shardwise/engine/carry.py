@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.errors import InvalidModel
+from shardwise.base.errors import InvalidModel
 
 # An attribute of the model, because a table of engines by model would keep the models alive.
 _ATTRIBUTE = "_shardwise_engine"

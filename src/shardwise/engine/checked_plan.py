@@ -5,10 +5,10 @@ import torch.distributed as dist
 
 from shardwise.engine.activations.compiled_units import check_compile
 from shardwise.engine.fp8.layer_classes import check_fp8
-from shardwise.errors import InvalidPlan
+from shardwise.base.errors import InvalidPlan
 from shardwise.plan import Plan
 from shardwise.plan.placement import Mesh, Placement
-from shardwise.spec import ModelSpec
+from shardwise.program.spec import ModelSpec
 
 
 def check_plan(plan: Plan, *, spec: ModelSpec, mesh: Mesh, device: torch.device) -> dict[str, Placement]:

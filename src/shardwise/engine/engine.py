@@ -19,7 +19,7 @@ from shardwise.engine.guards.guards import Guards
 from shardwise.engine.guards.inner_calls import InnerCalls
 from shardwise.engine.guards.loading import attach_loads
 from shardwise.engine.optimizer.owned import OwnedParameters
-from shardwise.errors import InvalidModel
+from shardwise.base.errors import InvalidModel
 
 
 @dataclass(kw_only=True, eq=False)

@@ -1,7 +1,7 @@
 """Describes the collectives that an engine has issued, and those that come next, for the record of a failed job."""
 
-from shardwise.comm.rank_progress import BETWEEN_STEPS, PROGRESS
-from shardwise.comm.record_writer import RECORDS, LastIssued
+from shardwise.comm.groups.rank_progress import BETWEEN_STEPS, PROGRESS
+from shardwise.comm.watch.record_writer import RECORDS, LastIssued
 from shardwise.engine.engine import EngineParts
 from shardwise.program import Kind
 
@@ -31,7 +31,7 @@ def last_issued(engine: EngineParts) -> LastIssued:
     )
 
 
-# A collective → the group that it is issued in (comm/groups.py).
+# A collective → the group that it is issued in (comm/groups/groups.py).
 _GROUPS = {
     Kind.GATHER: "gather",
     Kind.TO_OWNERS: "gather",

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.comm.agreement import check_alike, together
-from shardwise.comm.collectives import BackendCollectives, Collectives
-from shardwise.comm.groups import mesh_groups
-from shardwise.comm.join import join_job
-from shardwise.comm.watch import check_watch_seconds, watch_over
+from shardwise.comm.groups.agreement import check_alike, together
+from shardwise.comm.groups.collectives import BackendCollectives, Collectives
+from shardwise.comm.groups.groups import mesh_groups
+from shardwise.comm.job.join import join_job
+from shardwise.comm.watch.watch import check_watch_seconds, watch_over
 from shardwise.engine.activations.tiled import check_tiles
 from shardwise.engine.carry import carry_engine
 from shardwise.engine.checked_plan import check_plan
@@ -62,14 +62,14 @@ from shardwise.engine.our_engine import Engine
 from shardwise.engine.out_of_memory import explain_out_of_memory
 from shardwise.engine.prepared.prepared_module import become_prepared
 from shardwise.engine.workspaces import take_workspaces
-from shardwise.errors import InvalidPlan
+from shardwise.base.errors import InvalidPlan
 from shardwise.plan import Plan
 from shardwise.plan.patterns import unmatched
 from shardwise.plan.placement import Mesh, Placement
 from shardwise.program.buffers import param_dtypes
-from shardwise.spec import ModelSpec
-from shardwise.units import CutModel, cut_model
-from shardwise.units.scripted import allow_hooks
+from shardwise.program.spec import ModelSpec
+from shardwise.program.units import CutModel, cut_model
+from shardwise.program.units.scripted import allow_hooks
 
 AnyOptimizer = TypeVar("AnyOptimizer", Optimizer, None, list[Optimizer])
 
@@ -295,7 +295,7 @@ def _owned_names(verdicts: Mapping[str, Verdict]) -> tuple[str, ...]:
 
 def _collectives(plan: Plan) -> Collectives:
     if plan.collectives == "ring":
-        from shardwise.comm.ring import RingCollectives
+        from shardwise.comm.groups.ring import RingCollectives
 
         return RingCollectives()
     return BackendCollectives()

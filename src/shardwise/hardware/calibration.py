@@ -26,8 +26,8 @@ from statistics import geometric_mean, median
 from types import MappingProxyType
 from typing import Any
 
-from shardwise.errors import InvalidCluster, InvalidData
-from shardwise.files.form import (
+from shardwise.base.errors import InvalidCluster, InvalidData
+from shardwise.base.files.form import (
     Form,
     WrongForm,
     anything,
@@ -42,7 +42,7 @@ from shardwise.files.form import (
     string,
     table,
 )
-from shardwise.files.keys import key, object_of
+from shardwise.base.files.keys import key, object_of
 from shardwise.hardware.host_memory_speed import HOST_MEMORY_SPEED, HostMemorySpeed
 from shardwise.hardware.sourced import KINDS, shipped_table
 

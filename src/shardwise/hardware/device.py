@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 
-from shardwise.errors import InvalidCluster, UnknownName
-from shardwise.files.form import Form, each, record_of, refusing, string, switch, table
-from shardwise.files.keys import forms_of, key, values_of
+from shardwise.base.errors import InvalidCluster, UnknownName
+from shardwise.base.files.form import Form, each, record_of, refusing, string, switch, table
+from shardwise.base.files.keys import forms_of, key, values_of
 from shardwise.hardware.calibration import CALIBRATION, Calibration, HostSpeed
 from shardwise.hardware.sourced import SOURCED_COUNT, SOURCED_NAME, SOURCED_NUMBER, Sourced, shipped_table
 

@@ -14,9 +14,9 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from shardwise.errors import InvalidCluster, ShardwiseError
-from shardwise.files.cache_folder import cached_text, keep_text
-from shardwise.files.data_file import parse_json
+from shardwise.base.errors import InvalidCluster, ShardwiseError
+from shardwise.base.files.cache_folder import cached_text, keep_text
+from shardwise.base.files.data_file import parse_json
 from shardwise.hardware.calibration import HostSpeed, read_host_speed
 from shardwise.hardware.cluster import Cluster
 
@@ -55,7 +55,7 @@ def _kept(text: str | None) -> HostSpeed | None:
 
 
 def _probed(kind: str) -> HostSpeed:
-    command = [sys.executable, "-P", "-m", "shardwise.hardware.probe_host", "--device", kind]
+    command = [sys.executable, "-P", "-m", "shardwise.hardware.measuring.probe_host", "--device", kind]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_SECONDS, check=False)
     except subprocess.TimeoutExpired as error:

@@ -3,8 +3,8 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shardwise.files.form import Form
-from shardwise.files.keys import key, object_of
+from shardwise.base.files.form import Form
+from shardwise.base.files.keys import key, object_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

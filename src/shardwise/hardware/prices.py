@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardwise.errors import InvalidCluster
+from shardwise.base.errors import InvalidCluster
 from shardwise.hardware.device import device_of
 from shardwise.hardware.sourced import SOURCED_COUNT, shipped_table
 

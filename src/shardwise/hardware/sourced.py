@@ -7,7 +7,7 @@ from importlib.resources import files
 from reprlib import repr as show
 from typing import Any, Generic, TypeVar
 
-from shardwise.files.form import Form, WrongForm, number, one_of, record_of, string, whole
+from shardwise.base.files.form import Form, WrongForm, number, one_of, record_of, string, whole
 
 KINDS = ("datasheet", "measured", "fitted")
 

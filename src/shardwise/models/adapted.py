@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.errors import InvalidModel
-from shardwise.models.hugging_face import LAYOUTS
+from shardwise.base.errors import InvalidModel
+from shardwise.state.checkpoint.hugging_face import LAYOUTS
 from shardwise.models.specs.spec_request import Adaptation
 
 # bitsandbytes: elements per scale, and scales per scale of scales.

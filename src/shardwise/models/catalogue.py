@@ -16,7 +16,7 @@ smollm3-3b were also compared with copies of their config files, number by numbe
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from shardwise.errors import UnknownName
+from shardwise.base.errors import UnknownName
 from shardwise.models.shapes import GPTShape, LlamaShape, ResNetShape, RopeScaling, Shape, TransformersShape, ViTShape
 
 # The sample length that commands take unless --seq says otherwise, not the longest that a model can read.

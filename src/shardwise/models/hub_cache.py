@@ -9,8 +9,8 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from shardwise.errors import InvalidModel
-from shardwise.files.data_file import UnreadableFile, read_text
+from shardwise.base.errors import InvalidModel
+from shardwise.base.files.data_file import UnreadableFile, read_text
 
 _CONFIG = "config.json"
 _ANSWER_SECONDS = 5.0

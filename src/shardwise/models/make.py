@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.models.gpt import GPT
-from shardwise.models.llama import Llama
-from shardwise.models.resnet import ResNet
+from shardwise.models.own.gpt import GPT
+from shardwise.models.own.llama import Llama
+from shardwise.models.own.resnet import ResNet
 from shardwise.models.shapes import GPTShape, LlamaShape, ResNetShape, Shape, TransformersShape, ViTShape
 from shardwise.models.transformers_model import model_of_shape
-from shardwise.models.vit import ViT
-from shardwise.units.materialize import materialize
+from shardwise.models.own.vit import ViT
+from shardwise.program.units.materialize import materialize
 
 _MODULES: Mapping[type, Callable[[Any], nn.Module]] = {
     GPTShape: GPT,

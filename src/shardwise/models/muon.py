@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.errors import InvalidModel
-from shardwise.spec.block_matrices import is_block_matrix
+from shardwise.base.errors import InvalidModel
+from shardwise.program.spec.block_matrices import is_block_matrix
 
 _UPDATES: Mapping[str, type[Optimizer]] = {"muon": torch.optim.Muon, "adamw": torch.optim.AdamW}
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.errors import InvalidModel, MissingExtra
-from shardwise.files.data_file import UnreadableFile, read_json
+from shardwise.base.errors import InvalidModel, MissingExtra
+from shardwise.base.files.data_file import UnreadableFile, read_json
 from shardwise.models.shapes import TransformersShape
 
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
 
-from shardwise.errors import InvalidPlan
+from shardwise.base.errors import InvalidPlan
 from shardwise.plan.patterns import Patterns
 from shardwise.plan.placement import ACROSS, AUTO, STRATEGIES, Placement, placement_of, strategy_of
-from shardwise.vocabulary.categories import GATHERED, REDUCE
+from shardwise.base.vocabulary.categories import GATHERED, REDUCE
 
 Placements = Mapping[str, Placement]
 """Of units, by name."""
@@ -96,7 +96,7 @@ class EngineLimits:
     calls             functions of the package, and arguments of functions, that it does not have
     untold            categories of memory whose buffers the engine does not report
     has_graphs        it can run units as CUDA graphs
-    has_lean_loss     the planner takes models of the catalogue with the lean loss (models/lean_loss.py)
+    has_lean_loss     the planner takes models of the catalogue with the lean loss (models/own/lean_loss.py)
     cuts_reduces      sharded gradients of a large unit are reduced in pieces (plan.piece_bytes)
     """
 

@@ -12,7 +12,7 @@ The policy by which a model is cut into units, as a value, and its spelling in a
     none                      the whole model is one unit
     auto + head + embed       any of these, and the named modules as units of their own
 
-Modules that no unit covers stay at the root, which is always a unit. units/unit_modules.py applies the policy.
+Modules that no unit covers stay at the root, which is always a unit. program/units/unit_modules.py applies the policy.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,8 +21,8 @@ from enum import Enum
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
-from shardwise.errors import InvalidPlan
-from shardwise.files.form import Form, each, string, table, text
+from shardwise.base.errors import InvalidPlan
+from shardwise.base.files.form import Form, each, string, table, text
 
 Value = TypeVar("Value")
 

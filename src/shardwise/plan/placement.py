@@ -16,9 +16,9 @@ from functools import cache
 from math import prod
 from types import MappingProxyType
 
-from shardwise.errors import InvalidPlan, UnknownName
-from shardwise.files.form import Form, one_of
-from shardwise.files.keys import check_keys, documented, key, object_of
+from shardwise.base.errors import InvalidPlan, UnknownName
+from shardwise.base.files.form import Form, one_of
+from shardwise.base.files.keys import check_keys, documented, key, object_of
 
 
 class Where(Enum):

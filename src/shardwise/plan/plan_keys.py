@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.files.form import Form, WrongForm, one_of, whole
-from shardwise.files.keys import key
+from shardwise.base.files.form import Form, WrongForm, one_of, whole
+from shardwise.base.files.keys import key
 from shardwise.plan.limits import LIMITS
 from shardwise.plan.patterns import POLICY, SOME_UNITS, Patterns, pattern_list, pattern_table
 from shardwise.plan.placement import ACROSS, AUTO, OVERRIDE, STRATEGY, Mesh, Placement

@@ -20,8 +20,8 @@ from shardwise.program import Kind, Operation, Row, StepProgram, Trigger
 from shardwise.program.buffers import is_fp8
 from shardwise.program.compiled_program import Action, Executor
 from shardwise.program.run import Cursor
-from shardwise.spec import ROOT, ModelSpec, UnitSpec
-from shardwise.spec.step import Run
+from shardwise.program.spec import ROOT, ModelSpec, UnitSpec
+from shardwise.program.spec.step import Run
 
 _MARGIN = 6
 

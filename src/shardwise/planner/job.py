@@ -21,10 +21,10 @@ from shardwise.planner.ways import fp8_way, memory_way
 from shardwise.planner.whole_matrices import MASTER_BYTES, WholeMatrices, update_bytes, whole_matrices
 from shardwise.program import StepProgram, build, build_first_step
 from shardwise.program.chunks import CHUNK_ELEMENTS, NUM_SLOTS
-from shardwise.spec import ROOT, ModelSpec
-from shardwise.spec.step import BEFORE_FORWARD, Line, Op, StepRow, StepTrace, Stream
-from shardwise.vocabulary.categories import CATEGORIES
-from shardwise.vocabulary.dtypes import BYTES_PER_ELEMENT, PRECISIONS
+from shardwise.program.spec import ROOT, ModelSpec
+from shardwise.program.spec.step import BEFORE_FORWARD, Line, Op, StepRow, StepTrace, Stream
+from shardwise.base.vocabulary.categories import CATEGORIES
+from shardwise.base.vocabulary.dtypes import BYTES_PER_ELEMENT, PRECISIONS
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 """Operations that are matrix products."""
@@ -253,7 +253,7 @@ class Job:
 
     @property
     def num_communicators(self) -> int:
-        """Communicators of a process (comm/groups.py): the job's, the engine's, and with two axes one for each."""
+        """Communicators of a process (comm/groups/groups.py): the job's, the engine's, and with two axes one for each."""
         of_gathers = self.engine.has_own_groups and self.gathers and self.mesh.shard > 1
         of_axes = 2 if self.mesh.replicate > 1 and self.mesh.shard > 1 else 0
         return 1 + self.engine.has_own_groups + of_gathers + of_axes

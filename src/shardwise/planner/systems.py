@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from shardwise.errors import InvalidPlan, UnknownName
+from shardwise.base.errors import InvalidPlan, UnknownName
 from shardwise.plan.placement import placement_of
-from shardwise.spec import ModelSpec
-from shardwise.spec.losses import USUAL
+from shardwise.program.spec import ModelSpec
+from shardwise.program.spec.losses import USUAL
 
 OVERLAPS = ("all", "gradients", "none")
 """Communication that runs during computation: all; all but the gathers of updated parameters; nothing."""

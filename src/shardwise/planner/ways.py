@@ -5,12 +5,12 @@ Plans in fp8 are refused here, before they are costed, for devices and models th
 
 from functools import lru_cache
 
-from shardwise.errors import InvalidPlan
+from shardwise.base.errors import InvalidPlan
 from shardwise.hardware import Device
 from shardwise.plan import Plan
 from shardwise.program.buffers import DtypeSettings, dtype_settings, is_fp8, num_fp8, plan_with, why_no_layer
-from shardwise.spec import ModelSpec, UnitSpec
-from shardwise.spec.step import COMPILED, GATHERED, ROWWISE, TENSORWISE
+from shardwise.program.spec import ModelSpec, UnitSpec
+from shardwise.program.spec.step import COMPILED, GATHERED, ROWWISE, TENSORWISE
 
 
 def is_compiled(plan: Plan, *, unit: str) -> bool:

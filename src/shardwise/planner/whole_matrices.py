@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from shardwise.errors import InvalidModel, InvalidPlan
+from shardwise.base.errors import InvalidModel, InvalidPlan
 from shardwise.plan import Plan
 from shardwise.plan.limits import LIMITS
 from shardwise.plan.patterns import short_patterns
@@ -27,9 +27,9 @@ from shardwise.program.buffers import (
     reduce_bytes,
 )
 from shardwise.program.owners import assign_owners
-from shardwise.spec import ModelSpec, TensorSpec, UnitSpec
-from shardwise.spec.block_matrices import block_matrices, is_block_matrix
-from shardwise.vocabulary.dtypes import BYTES_PER_ELEMENT
+from shardwise.program.spec import ModelSpec, TensorSpec, UnitSpec
+from shardwise.program.spec.block_matrices import block_matrices, is_block_matrix
+from shardwise.base.vocabulary.dtypes import BYTES_PER_ELEMENT
 
 MASTER_BYTES = 4
 """Bytes per element that the optimizer steps."""

@@ -14,8 +14,8 @@ from typing import Any
 
 from shardwise.plan import Plan
 from shardwise.plan.limits import LIMITS
-from shardwise.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
-from shardwise.vocabulary.dtypes import (
+from shardwise.program.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
+from shardwise.base.vocabulary.dtypes import (
     BYTES_PER_ELEMENT,
     compute_dtype,
     has_gradients,
@@ -23,7 +23,7 @@ from shardwise.vocabulary.dtypes import (
     master_dtype,
     reduce_dtype,
 )
-from shardwise.vocabulary.layout import ALIGNMENT, Layout, lay_out
+from shardwise.base.vocabulary.layout import ALIGNMENT, Layout, lay_out
 
 MULTIPLE = 16
 """Both sizes of an fp8 operand are multiples of this many elements: the hardware loads 16 bytes at a time."""

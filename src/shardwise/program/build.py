@@ -20,7 +20,7 @@ from shardwise.program.rules.ddp import DDP
 from shardwise.program.rules.fully_shard import FULLY_SHARD
 from shardwise.program.rules.learning import LEARNING, catch_up
 from shardwise.program.rules.ours import OURS
-from shardwise.spec import ANNOUNCED, NONE, ROOT, ModelSpec
+from shardwise.program.spec import ANNOUNCED, NONE, ROOT, ModelSpec
 
 
 def build(spec: ModelSpec, *, plan: Plan, mesh: Mesh | None = None, reduces: bool = True) -> StepProgram:

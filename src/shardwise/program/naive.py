@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from shardwise.plan import Plan
 from shardwise.plan.placement import Mesh
 from shardwise.program import Trigger, build
-from shardwise.spec import ROOT
-from shardwise.units import model_spec, unit_modules
+from shardwise.program.spec import ROOT
+from shardwise.program.units import model_spec, unit_modules
 
 
 class NaiveExecutor:

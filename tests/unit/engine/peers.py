@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm.collectives import Work, own_slice
-from shardwise.comm.groups import Group, MeshGroups
+from shardwise.comm.groups.collectives import Work, own_slice
+from shardwise.comm.groups.groups import Group, MeshGroups
 from shardwise.engine.core.core_setting import CoreSetting
 from shardwise.plan import Plan
 from shardwise.plan.placement import Mesh
-from shardwise.spec import ROOT, ModelSpec, UnitSpec
+from shardwise.program.spec import ROOT, ModelSpec, UnitSpec
 
 
 class Peers:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.errors import InvalidCluster, ShardwiseError
+from shardwise.base.errors import InvalidCluster, ShardwiseError
 from shardwise.hardware import Cluster, cluster_of, device_of, devices, fabric_of, link_of, links
 
 PORTS = sorted(link.name for link in links().values() if link.between_nodes)

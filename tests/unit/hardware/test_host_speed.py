@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.cli.app import main
-from shardwise.errors import InvalidCluster, InvalidData
+from shardwise.doors.cli.app import main
+from shardwise.base.errors import InvalidCluster, InvalidData
 from shardwise.hardware import Cluster, Device, cluster_of, device_of
 from shardwise.hardware import host_here as here
 from shardwise.hardware.borrowed import host_factor, kernel_model_of
@@ -24,7 +24,7 @@ from shardwise.hardware.calibration import (
     reference_host,
     shipped_calibration,
 )
-from shardwise.hardware.probe_host import probe_host, seconds_on_core
+from shardwise.hardware.measuring.probe_host import probe_host, seconds_on_core
 from shardwise.models.reference import Model
 from shardwise.plan import Plan
 from shardwise.planner.time.step_time import TimeEstimate, estimate_time

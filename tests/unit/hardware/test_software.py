@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.errors import InvalidCluster, UnknownName
+from shardwise.base.errors import InvalidCluster, UnknownName
 from shardwise.hardware import KINDS, cluster_of, device_of
 from shardwise.hardware.borrowed import kernel_model_of
 from shardwise.hardware.calibration import shipped_calibration

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from shardwise.errors import InvalidCluster, UnknownName
+from shardwise.base.errors import InvalidCluster, UnknownName
 from shardwise.hardware import KINDS, Sourced, device_of, devices, link_of, links
 from shardwise.hardware.device import port_of, read_device, read_link
 

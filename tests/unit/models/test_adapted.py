@@ -2,12 +2,12 @@
 
 import pytest
 
-from shardwise.errors import InvalidModel, InvalidPlan, UnknownName
+from shardwise.base.errors import InvalidModel, InvalidPlan, UnknownName
 from shardwise.models.reference import Model
 from shardwise.models.specs.spec_request import Adaptation, adaptation_of
 from shardwise.plan import Plan
 from shardwise.planner.memory.peak import estimate
-from shardwise.spec import ModelSpec
+from shardwise.program.spec import ModelSpec
 
 PLAN = Plan(strategy="ddp", precision="bf16", micro_batch=2)
 

@@ -15,8 +15,8 @@ from shardwise.models.reference import Model
 from shardwise.models.specs import architecture
 from shardwise.models.specs.architecture import FOLDER, architecture_of, value_of
 from shardwise.plan import Plan
-from shardwise.spec import ROOT, ModelSpec
-from shardwise.spec.step import Act, Law, StepTrace, StorageEvent
+from shardwise.program.spec import ROOT, ModelSpec
+from shardwise.program.spec.step import Act, Law, StepTrace, StorageEvent
 
 # None of these is among the sizes that the laws were fitted to.
 SIZES = {

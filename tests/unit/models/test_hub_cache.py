@@ -11,7 +11,7 @@ from urllib.error import URLError
 
 import pytest
 
-from shardwise.errors import InvalidModel
+from shardwise.base.errors import InvalidModel
 from shardwise.models.hub_cache import config_folder
 
 NAME = "Qwen/Qwen3-8B"

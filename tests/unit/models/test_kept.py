@@ -12,7 +12,7 @@ from shardwise.models.specs import kept
 from shardwise.models.specs.kept import spec_key
 from shardwise.models.specs.spec_request import SpecRequest
 from shardwise.plan import Plan
-from shardwise.spec import ModelSpec
+from shardwise.program.spec import ModelSpec
 
 PLAN = Plan(precision="fp32", micro_batch=2)
 LLAMA = """{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,

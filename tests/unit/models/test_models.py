@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from shardwise.errors import InvalidModel
+from shardwise.base.errors import InvalidModel
 from shardwise.models.catalogue import shape_of
 from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape, ViTShape

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.errors import InvalidModel
+from shardwise.base.errors import InvalidModel
 from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape
 from shardwise.models.tasks import cross_entropy
-from shardwise.spec.block_matrices import block_matrices, is_block_matrix
-from shardwise.train.config import InvalidConfig, TrainConfig
-from shardwise.train.config_sections import OptimizerSection
-from shardwise.train.optimizers import make_optimizer
-from shardwise.units import model_spec
+from shardwise.program.spec.block_matrices import block_matrices, is_block_matrix
+from shardwise.training.config.config import InvalidConfig, TrainConfig
+from shardwise.training.config.config_sections import OptimizerSection
+from shardwise.training.loop.optimizers import make_optimizer
+from shardwise.program.units import model_spec
 
 SHAPE = GPTShape(num_layers=2, width=16, num_heads=2, vocab_size=32, max_seq=8, vocab_multiple=1)
 

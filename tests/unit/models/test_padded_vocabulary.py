@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.checkpoint import Checkpoints, open_checkpoint
-from shardwise.checkpoint.padded_rows import vocabularies
+from shardwise.state.checkpoint.padded_rows import vocabularies
 from shardwise.models.catalogue import CATALOGUE, shape_of
 from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape, LlamaShape

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 from whole import whole
 
-from shardwise.errors import UnknownName
+from shardwise.base.errors import UnknownName
 from shardwise.models.catalogue import CATALOGUE, TRANSFORMERS_SHAPES, shape_of
 from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape, LlamaShape

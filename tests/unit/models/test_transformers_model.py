@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.errors import InvalidModel
+from shardwise.base.errors import InvalidModel
 from shardwise.models.specs.architecture import architecture_of
 from shardwise.models.transformers_model import config_of_folder
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.errors import InvalidPlan
+from shardwise.base.errors import InvalidPlan
 from shardwise.plan import Plan
 from shardwise.plan.limits import LIMITS, lives_alike, strategies_of
 from shardwise.plan.placement import STRATEGIES

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.errors import InvalidPlan
+from shardwise.base.errors import InvalidPlan
 from shardwise.plan.placement import Mesh
 
 meshes = st.builds(Mesh, replicate=st.integers(1, 8), shard=st.integers(1, 8))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import shardwise
-from shardwise.errors import InvalidPlan, UnknownName
+from shardwise.base.errors import InvalidPlan, UnknownName
 from shardwise.plan.placement import (
     ACROSS,
     REPLICATED,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from plans import bad_plan_files, plans
 
 import shardwise
-from shardwise.errors import InvalidPlan
+from shardwise.base.errors import InvalidPlan
 from shardwise.plan import Plan, as_plan
 from shardwise.plan.placement import STRATEGIES, Mesh
 

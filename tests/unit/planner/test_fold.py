@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from planned_specs import spec_for
 
-from shardwise.errors import InvalidPlan
+from shardwise.base.errors import InvalidPlan
 from shardwise.hardware import cluster_of
 from shardwise.models.reference import Model
 from shardwise.plan import Plan
@@ -15,7 +15,7 @@ from shardwise.planner.fold import cut, shorten
 from shardwise.planner.job import Job
 from shardwise.planner.memory.peak import estimate, job_of
 from shardwise.planner.search.candidates import candidates, cost
-from shardwise.spec.step import Run
+from shardwise.program.spec.step import Run
 
 MODEL = "gpt2-1.5b"
 PLAN = Plan(strategy="fsdp", precision="bf16", mesh=Mesh(shard=8))

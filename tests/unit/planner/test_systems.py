@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.errors import InvalidPlan, UnknownName
+from shardwise.base.errors import InvalidPlan, UnknownName
 from shardwise.hardware import cluster_of
 from shardwise.models.reference import Model
 from shardwise.plan import Plan

@@ -7,7 +7,7 @@ from math import prod
 import pytest
 from planned_specs import spec_for
 
-from shardwise.errors import InvalidModel, InvalidPlan
+from shardwise.base.errors import InvalidModel, InvalidPlan
 from shardwise.hardware import cluster_of
 from shardwise.hardware.borrowed import kernel_model_of
 from shardwise.plan import Plan
@@ -22,7 +22,7 @@ from shardwise.planner.time.step_time import estimate_time, timeline
 from shardwise.planner.traffic import sent_bytes
 from shardwise.planner.whole_matrices import WholeMatrix, with_owners
 from shardwise.program import Kind
-from shardwise.spec import TensorSpec
+from shardwise.program.spec import TensorSpec
 
 SPEC = spec_for("gpt2-124m")
 # 12 blocks: qkv and out of attention, up and down.

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from shardwise.plan import Plan
 from shardwise.plan.placement import SHARDED, STRATEGIES, Mesh
-from shardwise.spec import ANNOUNCED, NONE, ROOT, UNANNOUNCED, ModelSpec, TensorSpec, UnitSpec
+from shardwise.program.spec import ANNOUNCED, NONE, ROOT, UNANNOUNCED, ModelSpec, TensorSpec, UnitSpec
 
 NAMES = ("a", "b", "c", "a.x", "a.y", "b.x", "a.x.deep", "d", "e")
 UNITS = {

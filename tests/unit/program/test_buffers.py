@@ -5,7 +5,7 @@ import pytest
 from shardwise.plan import Plan
 from shardwise.program import Kind, build
 from shardwise.program.buffers import flat_specs, gather_bytes, reduce_bytes, update_gather_bytes
-from shardwise.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
+from shardwise.program.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
 
 
 def unit(*params: TensorSpec) -> UnitSpec:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from planned_specs import spec_for
 
-from shardwise.errors import InvalidPlan
+from shardwise.base.errors import InvalidPlan
 from shardwise.hardware import cluster_of
 from shardwise.models.specs.spec_store import ready_spec
 from shardwise.plan import Plan
@@ -17,7 +17,7 @@ from shardwise.planner.time.step_time import _prepare, _steady, job_on
 from shardwise.planner.traffic import sent_bytes
 from shardwise.program import Kind, build
 from shardwise.program.owners import assign_owners
-from shardwise.spec import ROOT
+from shardwise.program.spec import ROOT
 
 SPEC = spec_for("gpt2-124m")
 MATRICES = ("blocks.*.weight",)

@@ -10,7 +10,7 @@ from shardwise.plan.placement import Mesh
 from shardwise.program import Kind, Operation, Trigger, build
 from shardwise.program.buffers import MOST_PIECES, PIECE_BYTES
 from shardwise.program.operations import ON_BUCKETS
-from shardwise.spec import NONE, ROOT, UNANNOUNCED, ModelSpec, TensorSpec, UnitSpec
+from shardwise.program.spec import NONE, ROOT, UNANNOUNCED, ModelSpec, TensorSpec, UnitSpec
 
 
 def unit(name: str) -> UnitSpec:

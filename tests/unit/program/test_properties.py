@@ -14,7 +14,7 @@ from shardwise.plan.placement import REPLICATED, SHARDED, STRATEGIES
 from shardwise.program import Bucket, Kind, Operation, StepProgram, Trigger, build
 from shardwise.program.build import _events_and_context
 from shardwise.program.rules.ours import OURS
-from shardwise.spec import ANNOUNCED, NONE, ROOT, UNANNOUNCED, ModelSpec
+from shardwise.program.spec import ANNOUNCED, NONE, ROOT, UNANNOUNCED, ModelSpec
 
 
 class Replay:

@@ -8,7 +8,7 @@ from shardwise.program.build import rules_of
 from shardwise.program.rules.ddp import DDP
 from shardwise.program.rules.fully_shard import FULLY_SHARD
 from shardwise.program.rules.ours import OURS
-from shardwise.spec import NONE, ROOT, ModelSpec, TensorSpec, UnitSpec
+from shardwise.program.spec import NONE, ROOT, ModelSpec, TensorSpec, UnitSpec
 
 HYBRID = {"replicate": 2, "shard": 2}
 

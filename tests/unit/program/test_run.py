@@ -15,7 +15,7 @@ from shardwise.program import Kind, Operation, Row, StepProgram, Trigger, build,
 from shardwise.program.operations import ON_BUCKETS
 from shardwise.program.rules.learning import LEARNING
 from shardwise.program.run import Cursor
-from shardwise.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
+from shardwise.program.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
 
 BEFORE, AFTER, BACK = Trigger.BEFORE_FORWARD, Trigger.AFTER_FORWARD, Trigger.BEFORE_BACKWARD
 

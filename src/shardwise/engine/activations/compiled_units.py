@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from shardwise.engine.activations.recompute import replace_forward
-from shardwise.errors import InvalidModel
+from shardwise.base.errors import InvalidModel
 from shardwise.plan import Plan
-from shardwise.spec import ROOT
+from shardwise.program.spec import ROOT
 
 
 def check_compile(units: Mapping[str, object], *, plan: Plan) -> None:

@@ -26,7 +26,7 @@ from shardwise.engine.activations.saved import Kept, SavedTensor, detach
 from shardwise.engine.core.parameters import unguarded
 from shardwise.engine.offload.transfer import Lane, lane_of
 from shardwise.program.rules.context import MOST_SAVED, overdue
-from shardwise.torch_internals import torch_private
+from shardwise.base.torch_internals import torch_private
 
 # It is cheaper to keep smaller storages than to copy them.
 _LEAST_BYTES_ON_GPU = 2**20

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from shardwise.torch_internals.torch_private import ADInplaceOrView, ExcludeDispatchKey
+from shardwise.base.torch_internals.torch_private import ADInplaceOrView, ExcludeDispatchKey
 
 
 class SavedTensor:

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.engine.activations.saved import Kept, SavedTensor
-from shardwise.torch_internals import torch_private
-from shardwise.torch_internals.torch_private import OpOverload, TorchDispatchMode
+from shardwise.base.torch_internals import torch_private
+from shardwise.base.torch_internals.torch_private import OpOverload, TorchDispatchMode
 
 _PRODUCTS = frozenset(
     f"aten::{name}"

@@ -13,7 +13,7 @@ from shardwise.engine.activations.tiled import tile_modules
 from shardwise.engine.core.precision import torch_dtype
 from shardwise.engine.core.unit import Unit
 from shardwise.plan import Plan
-from shardwise.vocabulary.dtypes import PRECISIONS
+from shardwise.base.vocabulary.dtypes import PRECISIONS
 
 
 def wrap_units(

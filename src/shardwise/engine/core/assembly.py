@@ -7,9 +7,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.comm.agreement import together
-from shardwise.comm.collectives import Collectives
-from shardwise.comm.groups import mesh_groups
+from shardwise.comm.groups.agreement import together
+from shardwise.comm.groups.collectives import Collectives
+from shardwise.comm.groups.groups import mesh_groups
 from shardwise.engine.core.broadcast import fill
 from shardwise.engine.core.core import Core
 from shardwise.engine.core.core_setting import CoreSetting
@@ -20,7 +20,7 @@ from shardwise.plan import Plan
 from shardwise.plan.placement import Mesh, Placement
 from shardwise.program.buffers import FlatSpec, flat_specs
 from shardwise.program.rules.context import has_states_on_host
-from shardwise.units import cut_model
+from shardwise.program.units import cut_model
 
 
 def make_units(model: nn.Module, *, modules: Mapping[str, nn.Module], setting: CoreSetting) -> dict[str, Unit]:

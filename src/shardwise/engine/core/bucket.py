@@ -8,8 +8,8 @@ adds to what it holds.
 import torch
 from torch import Tensor
 
-from shardwise.comm.collectives import DONE, own_slice
-from shardwise.comm.issued import CollectiveName
+from shardwise.comm.groups.collectives import DONE, own_slice
+from shardwise.comm.groups.issued import CollectiveName
 from shardwise.engine.core.core_setting import CoreSetting
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.precision import torch_dtype

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.rank_progress import BACKWARD, FORWARD, PROGRESS
+from shardwise.comm.groups.rank_progress import BACKWARD, FORWARD, PROGRESS
 from shardwise.engine.core import step_errors
 from shardwise.engine.core.broadcast import broadcast_buffers
 from shardwise.engine.core.core_setting import CoreSetting
@@ -27,10 +27,10 @@ from shardwise.engine.core.step_events import announce
 from shardwise.engine.core.step_state import Move, Phase, StepState
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.hooks.step_hooks import StepHooks
-from shardwise.errors import ShardwiseError
+from shardwise.base.errors import ShardwiseError
 from shardwise.program import Trigger
-from shardwise.spec import ROOT, UNANNOUNCED, ModelSpec
-from shardwise.torch_internals.torch_private import disable_dynamo
+from shardwise.program.spec import ROOT, UNANNOUNCED, ModelSpec
+from shardwise.base.torch_internals.torch_private import disable_dynamo
 
 
 class Core:

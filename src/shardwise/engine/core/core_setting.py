@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shardwise.comm.collectives import Collectives
-from shardwise.comm.groups import MeshGroups
+from shardwise.comm.groups.collectives import Collectives
+from shardwise.comm.groups.groups import MeshGroups
 from shardwise.engine.core.guests import HostMemory, NarrowBuffer, WorkBeside
 from shardwise.engine.core.step_events import StepEvents, Tape
-from shardwise.errors import InvalidModel
+from shardwise.base.errors import InvalidModel
 from shardwise.plan import Plan
-from shardwise.spec import ModelSpec
-from shardwise.vocabulary.layout import ALIGNMENT
+from shardwise.program.spec import ModelSpec
+from shardwise.base.vocabulary.layout import ALIGNMENT
 
 
 @dataclass(slots=True, kw_only=True)

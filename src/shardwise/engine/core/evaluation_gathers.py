@@ -9,17 +9,17 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from shardwise.comm.agreement import RanksMissing, about, meet
-from shardwise.comm.groups import Group
-from shardwise.comm.issued import of_no_step
-from shardwise.comm.rank_progress import NO_GRAD_FORWARD, PROGRESS
+from shardwise.comm.groups.agreement import RanksMissing, about, meet
+from shardwise.comm.groups.groups import Group
+from shardwise.comm.groups.issued import of_no_step
+from shardwise.comm.groups.rank_progress import NO_GRAD_FORWARD, PROGRESS
 from shardwise.engine.core.executor import EngineExecutor
 from shardwise.engine.core.first_forward import FirstForward
 from shardwise.engine.core.unit import Unit
 from shardwise.program import Kind, Row
 from shardwise.program.rules.context import StepContext
 from shardwise.program.rules.demand import demanded, released, rescaled
-from shardwise.spec import ROOT
+from shardwise.program.spec import ROOT
 
 
 class EvaluationGathers:

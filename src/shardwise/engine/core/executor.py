@@ -16,7 +16,7 @@ from shardwise.engine.core.unit import Unit
 from shardwise.engine.core.used import UsedFlags
 from shardwise.program import Kind, Operation, Row, Trigger
 from shardwise.program.compiled_program import Action
-from shardwise.spec import ROOT
+from shardwise.program.spec import ROOT
 
 MakeAction = Callable[[Operation], Action]
 

@@ -16,7 +16,7 @@ from shardwise.program import Row, StepProgram
 from shardwise.program.rules.context import StepContext
 from shardwise.program.rules.demand import agreed, released
 from shardwise.program.rules.learning import catch_up
-from shardwise.spec import ANNOUNCED, NONE, ModelSpec, most_demanding
+from shardwise.program.spec import ANNOUNCED, NONE, ModelSpec, most_demanding
 
 _END = ""
 

@@ -14,8 +14,8 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.collectives import own_slice
-from shardwise.comm.issued import CollectiveName
+from shardwise.comm.groups.collectives import own_slice
+from shardwise.comm.groups.issued import CollectiveName
 from shardwise.engine.core.core_setting import CoreSetting
 from shardwise.engine.core.flat_gradients import Gradients
 from shardwise.engine.core.full_buffer import FullBuffer
@@ -24,7 +24,7 @@ from shardwise.engine.core.master import Master
 from shardwise.engine.core.precision import torch_dtype
 from shardwise.plan.placement import Placement
 from shardwise.program.buffers import FlatSpec
-from shardwise.vocabulary.layout import ALIGNMENT
+from shardwise.base.vocabulary.layout import ALIGNMENT
 
 FOR_STATE = CollectiveName("gather for a state dict")
 

@@ -16,7 +16,7 @@ from shardwise.engine.core.full_buffer import FullBuffer, cut_pieces
 from shardwise.engine.core.master import Master, Owned
 from shardwise.engine.core.parameters import set_grad, unguarded
 from shardwise.plan.placement import Placement
-from shardwise.vocabulary.layout import BufferCut, cut_out
+from shardwise.base.vocabulary.layout import BufferCut, cut_out
 
 
 class Gradients:

@@ -5,20 +5,20 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import partial
 
-from shardwise.comm.agreement import distinct, meet
+from shardwise.comm.groups.agreement import distinct, meet
 from shardwise.engine.core.bucket import ReduceBucket
 from shardwise.engine.core.core_setting import CoreSetting
 from shardwise.engine.core.evaluation_gathers import EvaluationGathers
 from shardwise.engine.core.executor import EngineExecutor
 from shardwise.engine.core.first_forward import FirstForward, Observation, learned
 from shardwise.engine.core.unit import Unit
-from shardwise.errors import InvalidModel
+from shardwise.base.errors import InvalidModel
 from shardwise.plan import Plan
 from shardwise.program import StepProgram, build, context_of
 from shardwise.program.rules.demand import agreed
 from shardwise.program.rules.learning import LEARNING
 from shardwise.program.run import Cursor
-from shardwise.spec import ModelSpec
+from shardwise.program.spec import ModelSpec
 
 
 class FollowedProgram:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from shardwise.comm.collectives import Work
+from shardwise.comm.groups.collectives import Work
 
 
 class HostMemory(Protocol):

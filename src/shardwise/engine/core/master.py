@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.collectives import Work
+from shardwise.comm.groups.collectives import Work
 from shardwise.engine.core.guests import HostMemory
 from shardwise.engine.core.master_writes import MasterWrites
 from shardwise.engine.core.parameters import parameter_like

@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise.torch_internals import torch_private
-from shardwise.torch_internals.torch_private import DisableTorchFunctionSubclass
+from shardwise.base.torch_internals import torch_private
+from shardwise.base.torch_internals.torch_private import DisableTorchFunctionSubclass
 
 # A context in which parameters that a guard watches (guards/guard.py) are handled without asking it.
 unguarded: Any = DisableTorchFunctionSubclass

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._pytree import tree_map_only
 
-from shardwise.errors import InvalidPlan
+from shardwise.base.errors import InvalidPlan
 from shardwise.plan import Plan
 from shardwise.plan.patterns import unmatched
-from shardwise.spec import ModelSpec
-from shardwise.units import called_modules
-from shardwise.vocabulary.dtypes import PRECISIONS
+from shardwise.program.spec import ModelSpec
+from shardwise.program.units import called_modules
+from shardwise.base.vocabulary.dtypes import PRECISIONS
 
 
 def torch_dtype(name: str) -> torch.dtype:

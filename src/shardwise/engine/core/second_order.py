@@ -7,7 +7,7 @@ from torch import nn
 
 from shardwise.engine.core import step_errors
 from shardwise.engine.core.unit import Unit
-from shardwise.torch_internals import torch_private
+from shardwise.base.torch_internals import torch_private
 
 
 def leave_to_autograd(units: Iterable[Unit]) -> None:

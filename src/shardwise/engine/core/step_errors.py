@@ -1,6 +1,6 @@
 """Errors of a step, one line each."""
 
-from shardwise.errors import InvalidData, InvalidModel
+from shardwise.base.errors import InvalidData, InvalidModel
 
 
 def backward_without_forward() -> InvalidModel:

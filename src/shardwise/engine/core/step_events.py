@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.comm.rank_progress import PROGRESS
+from shardwise.comm.groups.rank_progress import PROGRESS
 from shardwise.program import Kind
 
 

@@ -6,7 +6,7 @@ from enum import Enum
 
 from shardwise.engine.core import step_errors
 from shardwise.engine.hooks.step_hooks import recomputing
-from shardwise.errors import ShardwiseError
+from shardwise.base.errors import ShardwiseError
 
 
 class Phase(Enum):

@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from shardwise.comm.issued import CollectiveName
+from shardwise.comm.groups.issued import CollectiveName
 from shardwise.engine.core.core_setting import CoreSetting
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.parameters import unguarded

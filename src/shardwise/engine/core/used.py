@@ -11,13 +11,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shardwise.comm.collectives import DONE, Work
-from shardwise.comm.issued import CollectiveName
+from shardwise.comm.groups.collectives import DONE, Work
+from shardwise.comm.groups.issued import CollectiveName
 from shardwise.engine.core.core_setting import CoreSetting
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.unit import Unit
 from shardwise.program import Kind
-from shardwise.spec import ROOT
+from shardwise.program.spec import ROOT
 
 
 class FlagRider(Protocol):

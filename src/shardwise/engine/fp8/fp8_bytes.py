@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.engine.fp8.casts import E4M3
-from shardwise.vocabulary.layout import Layout
+from shardwise.base.vocabulary.layout import Layout
 
 
 class Fp8Bytes:

@@ -8,13 +8,13 @@ that the scale is the one that a layer would compute from the whole bf16 weight.
 import torch
 from torch import Tensor
 
-from shardwise.comm.collectives import own_slice
-from shardwise.comm.issued import CollectiveName
+from shardwise.comm.groups.collectives import own_slice
+from shardwise.comm.groups.issued import CollectiveName
 from shardwise.engine.core.core import Core
 from shardwise.engine.fp8.casts import E4M3, scale_of
 from shardwise.engine.fp8.fp8_bytes import Fp8Bytes
 from shardwise.program import Kind
-from shardwise.spec import ROOT
+from shardwise.program.spec import ROOT
 
 # In float32 elements.
 _INVERSE_STRIDE = 4

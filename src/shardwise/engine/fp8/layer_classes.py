@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from shardwise.engine.core.core import Core
 from shardwise.engine.fp8.fp8_scales import Fp8Scales
 from shardwise.engine.fp8.linear import Fp8Linear, GatheredLinear, RowwiseLinear, TensorwiseLinear, fp8_class
-from shardwise.errors import InvalidPlan
+from shardwise.base.errors import InvalidPlan
 from shardwise.plan import Plan
 from shardwise.program.buffers import linear_layers, why_no_layer
-from shardwise.spec import ModelSpec
+from shardwise.program.spec import ModelSpec
 
 LEAST_CAPABILITY = (8, 9)
 """Ada; Hopper and Blackwell come after it."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwise.engine.fp8.casts import E4M3, E5M2, Fp8Values, cast, cast_by, reciprocal
-from shardwise.errors import ShardwiseError
+from shardwise.base.errors import ShardwiseError
 from shardwise.program.buffers import MULTIPLE
 
 

@@ -6,8 +6,8 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from shardwise.torch_internals import torch_private
-from shardwise.vocabulary.segments import fixed_segments, segments_expand
+from shardwise.base.torch_internals import torch_private
+from shardwise.base.vocabulary.segments import fixed_segments, segments_expand
 
 
 def why_no_pool() -> str:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardwise.engine.hooks.step_hooks import recomputing, transforming
-from shardwise.torch_internals import torch_private
+from shardwise.base.torch_internals import torch_private
 
 # Flags; a number may be that of the step.
 _FLAGS = (bool, str, type(None))

@@ -16,7 +16,7 @@ from shardwise.engine.core.parameters import unguarded
 from shardwise.engine.graphs.handed_gradients import Edges
 from shardwise.engine.graphs.recorded_call import Grads, RecordedCall
 from shardwise.engine.graphs.static_place import StaticPlace
-from shardwise.torch_internals import torch_private
+from shardwise.base.torch_internals import torch_private
 
 
 class BackwardReplays(Protocol):

@@ -13,7 +13,7 @@ import torch
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.graphs.graph_pool import fix_segments
 from shardwise.program import Kind, StepProgram
-from shardwise.torch_internals import torch_private
+from shardwise.base.torch_internals import torch_private
 
 
 def slot_numbers(program: StepProgram, *, units: Iterable[str]) -> dict[str, int]:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.torch_internals import torch_private
+from shardwise.base.torch_internals import torch_private
 
 
 class StaticPlace:

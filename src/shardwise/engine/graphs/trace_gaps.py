@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from shardwise.torch_internals import torch_private
+from shardwise.base.torch_internals import torch_private
 
 _RAISES = ("RAISE_VARARGS", "RERAISE")
 _LOOKUPS = ("ObservedKeyError", "ObservedAttributeError")

@@ -14,7 +14,7 @@ from shardwise.engine.core.parameters import unguarded
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.graphs.traced_graph import Outputs, TracedGraph, running
 from shardwise.engine.graphs.tracer import Tracer
-from shardwise.units.scripted import is_scripted
+from shardwise.program.units.scripted import is_scripted
 
 # Calls without a graph, of a unit that has never had one.
 _MOST_UNTRACED = 8

@@ -21,7 +21,7 @@ import torch
 
 from shardwise.engine.graphs.trace_gaps import NotTraced, noticing_gaps
 from shardwise.engine.graphs.traced_graph import Outputs, TracedGraph
-from shardwise.torch_internals import torch_private
+from shardwise.base.torch_internals import torch_private
 
 _SETTINGS = {
     # Lengths, evaluation, autocast and frozen weights each take a trace; the time spent is what is bounded.

@@ -18,7 +18,7 @@ from shardwise.engine.graphs.reports import Reports
 from shardwise.engine.graphs.traced_graph import Outputs, TracedGraph
 from shardwise.engine.graphs.traced_unit import TracedUnit
 from shardwise.engine.hooks.step_hooks import recomputing
-from shardwise.torch_internals.torch_private import disable_dynamo
+from shardwise.base.torch_internals.torch_private import disable_dynamo
 
 
 class Mode(Enum):

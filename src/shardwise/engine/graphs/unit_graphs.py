@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.comm.job_environment import capture_is_off
-from shardwise.comm.leave import release_before_leaving
+from shardwise.comm.job.job_environment import capture_is_off
+from shardwise.comm.job.leave import release_before_leaving
 from shardwise.engine.activations.recompute import replace_forward
 from shardwise.engine.core.core import Core
 from shardwise.engine.graphs.arena import Arena, Arenas, ObservedMemory
@@ -41,8 +41,8 @@ from shardwise.engine.graphs.traced_unit import TracedUnit, traced_unit
 from shardwise.engine.graphs.tracer import Tracer
 from shardwise.engine.graphs.unit_calls import Mode, UnitCalls
 from shardwise.engine.optimizer.allocate import move_states
-from shardwise.spec import ROOT, ModelSpec
-from shardwise.vocabulary.tested_versions import installed_torch, untested_torch
+from shardwise.program.spec import ROOT, ModelSpec
+from shardwise.base.vocabulary.tested_versions import installed_torch, untested_torch
 
 # Ordinary passes of a form before it is recorded, while it is the only one and otherwise.
 ENOUGH = (2, 6)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shardwise.engine.core.flat import FlatParams
-from shardwise.torch_internals.torch_private import DisableTorchFunctionSubclass
-from shardwise.units.carried_tensors import carried, replace_carried
+from shardwise.base.torch_internals.torch_private import DisableTorchFunctionSubclass
+from shardwise.program.units.carried_tensors import carried, replace_carried
 
 
 def describe_carried(model: nn.Module) -> list[str]:

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shardwise.comm.agreement import exchange
+from shardwise.comm.groups.agreement import exchange
 from shardwise.engine.hooks.step_hooks import transforming
-from shardwise.torch_internals.torch_private import disable_dynamo
-from shardwise.units import called_modules
+from shardwise.base.torch_internals.torch_private import disable_dynamo
+from shardwise.program.units import called_modules
 
 # Elements of a tensor that are compared, evenly spread, so that no batch of images is copied from a GPU.
 _MOST_ELEMENTS = 1 << 16
@@ -30,7 +30,7 @@ class FirstInputs:
 
     def __init__(self) -> None:
         self._digest: str | None = None
-        # In a rehearsal (comm/absent.py) the other ranks are absent.
+        # In a rehearsal (comm/job/absent.py) the other ranks are absent.
         self.compares = dist.get_world_size() > 1 and dist.get_backend() != "fake"
         self._handles: list[Any] = []
 

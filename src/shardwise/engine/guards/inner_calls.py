@@ -16,9 +16,9 @@ from torch import nn
 
 from shardwise.engine.core.core import Core
 from shardwise.engine.hooks.step_hooks import recomputing
-from shardwise.spec import ROOT
-from shardwise.torch_internals.torch_private import disable_dynamo
-from shardwise.units import called_modules
+from shardwise.program.spec import ROOT
+from shardwise.base.torch_internals.torch_private import disable_dynamo
+from shardwise.program.units import called_modules
 
 # Read by transformers' `generate`, and by dynamo if the first is true (prepared/prepared_module.py).
 _READ_BY_OTHERS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")

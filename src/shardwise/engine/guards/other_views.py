@@ -22,9 +22,9 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from shardwise.engine.core.parameters import unguarded
 from shardwise.engine.hooks.left_tensors import PLAIN
-from shardwise.errors import InvalidModel
-from shardwise.torch_internals.torch_private import is_traceable_wrapper_subclass
-from shardwise.units.scripted import is_scripted, tensor_attributes
+from shardwise.base.errors import InvalidModel
+from shardwise.base.torch_internals.torch_private import is_traceable_wrapper_subclass
+from shardwise.program.units.scripted import is_scripted, tensor_attributes
 
 # Levels of containers and objects that are searched: a module's attribute → a list of states → a state → its tensors.
 _DEPTH = 4

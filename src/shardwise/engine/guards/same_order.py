@@ -3,7 +3,7 @@
 The flags of used parameters are summed over all ranks at the end of a backward (used.py). They are integers, and their
 sum needs few bits; the other bits of the first flag carry
 
-    Σ_r c_r · h_r  (mod 2^b)         h_r: a hash of the collectives that rank r has issued (comm/issued.py), and of
+    Σ_r c_r · h_r  (mod 2^b)         h_r: a hash of the collectives that rank r has issued (comm/groups/issued.py), and of
                                      its optimizers' options
                                      b: the bits that the count of ranks leaves, 18 or fewer
 
@@ -34,11 +34,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardwise.comm.agreement import RanksDisagree, exchange
-from shardwise.comm.groups import MeshGroups
-from shardwise.comm.issued import Issued, disagreement, first_difference, fold_all, names_of
+from shardwise.comm.groups.agreement import RanksDisagree, exchange
+from shardwise.comm.groups.groups import MeshGroups
+from shardwise.comm.groups.issued import Issued, disagreement, first_difference, fold_all, names_of
 
-# 2^32 / golden ratio, as in comm/issued.py.
+# 2^32 / golden ratio, as in comm/groups/issued.py.
 _SPREAD = 0x9E3779B1
 _MASK = 0xFFFFFFFF
 # Ranks on different machines may compute a schedule with different last bits.

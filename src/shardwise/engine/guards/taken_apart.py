@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from shardwise.torch_internals.torch_private import is_traceable_wrapper_subclass
+from shardwise.base.torch_internals.torch_private import is_traceable_wrapper_subclass
 
 Rebuild = Callable[[Iterator[Tensor]], Tensor]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shardwise.units.scripted import is_scripted, tensor_attributes
+from shardwise.program.units.scripted import is_scripted, tensor_attributes
 
 PLAIN = (int, float, complex, bool, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
 _PLAIN_TYPES = frozenset(PLAIN)

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.engine.hooks.left_tensors import PLAIN, Attributes, kept, leaves, own_modules
-from shardwise.errors import InvalidModel
-from shardwise.spec import ANNOUNCED, NONE, UNANNOUNCED
-from shardwise.torch_internals import torch_private
-from shardwise.torch_internals.torch_private import DisableTorchFunctionSubclass, disable_dynamo
-from shardwise.units import called_modules
+from shardwise.base.errors import InvalidModel
+from shardwise.program.spec import ANNOUNCED, NONE, UNANNOUNCED
+from shardwise.base.torch_internals import torch_private
+from shardwise.base.torch_internals.torch_private import DisableTorchFunctionSubclass, disable_dynamo
+from shardwise.program.units import called_modules
 
 UnitT = TypeVar("UnitT", bound=Hashable)
 _Heard = TypeVar("_Heard", bound=Hashable, contravariant=True)

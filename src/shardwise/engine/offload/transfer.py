@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from shardwise.comm.collectives import DONE, Work
+from shardwise.comm.groups.collectives import DONE, Work
 from shardwise.engine.offload.pinned import PinnedPool, pinned_zeros
 from shardwise.plan import Plan
 from shardwise.program.rules.context import MOST_GRADS, overdue

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.comm.issued import CollectiveName
+from shardwise.comm.groups.issued import CollectiveName
 from shardwise.engine.core.core import Core
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.parameters import parameter_like, unguarded

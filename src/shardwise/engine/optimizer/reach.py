@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.engine.core.parameters import parameter_like
-from shardwise.vocabulary.layout import ALIGNMENT
+from shardwise.base.vocabulary.layout import ALIGNMENT
 
 NUM_STEPS = 10
 # Sizes that are no multiple of a vector's length; the last shape is for three and more dimensions.

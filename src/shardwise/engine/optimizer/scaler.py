@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardwise.errors import InvalidPlan
+from shardwise.base.errors import InvalidPlan
 
 
 class GradScaler(torch.amp.GradScaler):

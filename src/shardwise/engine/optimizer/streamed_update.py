@@ -23,7 +23,7 @@ from shardwise.engine.core.parameters import parameter_like, set_grad
 from shardwise.engine.optimizer.allocate import allocate_states
 from shardwise.engine.optimizer.known import ELEMENTWISE, name_of
 from shardwise.engine.optimizer.update_chunks import ChunkSlot, Piece, UpdateStreams, chunks
-from shardwise.errors import InvalidPlan
+from shardwise.base.errors import InvalidPlan
 from shardwise.plan import Plan
 from shardwise.program.chunks import CHUNK_ELEMENTS, NUM_SLOTS
 from shardwise.program.rules.context import MOST_GRADS, overdue

@@ -10,7 +10,7 @@ from torch import nn
 
 from shardwise.engine.core.part_calls import PartCalls
 from shardwise.engine.engine import engine_of
-from shardwise.errors import InvalidModel
+from shardwise.base.errors import InvalidModel
 
 _TABLES = ("_forward_pre_hooks", "_forward_hooks")
 

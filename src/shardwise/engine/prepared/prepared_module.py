@@ -14,7 +14,7 @@ from shardwise.engine.engine import engine_of
 from shardwise.engine.prepared.accumulate import accumulate
 from shardwise.engine.prepared.full_state import full_tensors, load_tensors
 from shardwise.engine.prepared.whole_parameters import whole
-from shardwise.errors import InvalidModel
+from shardwise.base.errors import InvalidModel
 
 
 class PreparedModule(nn.Module):

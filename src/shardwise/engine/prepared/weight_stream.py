@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.agreement import meet
+from shardwise.comm.groups.agreement import meet
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.engine import EngineParts, engine_of
 from shardwise.engine.owned_model import OwnedModel

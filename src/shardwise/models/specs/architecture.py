@@ -7,7 +7,7 @@ architecture, fits the polynomials, and stores them in architectures/:
     fixed    key of the config → values with which the laws hold
     is_large whether the embedding and the head are units of their own, which depends on their size; null: tied
     sizes    a letter → key of the config
-    spec     as spec/store.py writes it; a size is {"=": "2hf+4gd"}, the last block {last}, and laws are polynomials
+    spec     as program/spec/store.py writes it; a size is {"=": "2hf+4gd"}, the last block {last}, and laws are polynomials
 
 A config with any other key that could matter, or with another version of transformers installed, is traced instead.
 """
@@ -22,12 +22,12 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from shardwise.files.data_file import UnreadableFile, parse_json, read_json
+from shardwise.base.files.data_file import UnreadableFile, parse_json, read_json
 from shardwise.models.catalogue import default_seq, kind_of
 from shardwise.models.hub_cache import config_folder
 from shardwise.models.specs.spec_request import SpecRequest
-from shardwise.spec.model import LARGE_ROOT_LAYER, ModelSpec
-from shardwise.spec.store import decode
+from shardwise.program.spec.model import LARGE_ROOT_LAYER, ModelSpec
+from shardwise.program.spec.store import decode
 
 FOLDER = Path(__file__).parent / "architectures"
 SIZES = {

@@ -12,14 +12,14 @@ from collections.abc import Collection
 from importlib.util import find_spec
 from pathlib import Path
 
-from shardwise.errors import InvalidData
-from shardwise.files.cache_folder import cached_text, keep_text
-from shardwise.files.data_file import UnreadableFile, read_text
+from shardwise.base.errors import InvalidData
+from shardwise.base.files.cache_folder import cached_text, keep_text
+from shardwise.base.files.data_file import UnreadableFile, read_text
 from shardwise.models.catalogue import TRANSFORMERS_SHAPES, kind_of
 from shardwise.models.hub_cache import config_folder
 from shardwise.models.specs.spec_request import SpecRequest, Way
-from shardwise.spec.model import ModelSpec
-from shardwise.spec.store import decode_text, encode_text
+from shardwise.program.spec.model import ModelSpec
+from shardwise.program.spec.store import decode_text, encode_text
 
 _KIND = "specs"
 # Kind of reference → the libraries of its models.

@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.files.atomic import atomic_write
+from shardwise.base.files.atomic import atomic_write
 from shardwise.models.specs.architecture import FOLDER, SIZES, short_version
 from shardwise.models.tasks.transformers_task import task_of_model
 from shardwise.models.transformers_model import imported, model_of_config
-from shardwise.spec import ModelSpec
-from shardwise.spec.step import Law, StepTrace, Stream
-from shardwise.spec.store import encode
-from shardwise.trace.observe import Way
-from shardwise.trace.trace import trace_model
+from shardwise.program.spec import ModelSpec
+from shardwise.program.spec.step import Law, StepTrace, Stream
+from shardwise.program.spec.store import encode
+from shardwise.models.trace.observe import Way
+from shardwise.models.trace.trace import trace_model
 
 WAYS = tuple(Way(computes_in="bf16", recompute=how) for how in ("none", "selective", "full"))
 LENGTHS = (2048, 1024, 512)

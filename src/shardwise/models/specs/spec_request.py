@@ -5,7 +5,7 @@ LoRA or QLoRA, as a plan or a training asks for it.
 
 from dataclasses import dataclass, replace
 
-from shardwise.errors import InvalidPlan, UnknownName
+from shardwise.base.errors import InvalidPlan, UnknownName
 from shardwise.models.catalogue import kind_of
 from shardwise.plan import Plan
 from shardwise.plan.patterns import AUTO_UNITS

@@ -19,10 +19,10 @@ from shardwise.models.specs.architecture import architecture_for
 from shardwise.models.specs.kept import keep_spec, kept_spec, spec_key
 from shardwise.models.specs.spec_request import SpecRequest, Way
 from shardwise.models.specs.states_only import states_only
-from shardwise.spec import ModelSpec
-from shardwise.spec.step import COMPILED, FP8_WAYS
-from shardwise.spec.store import load_spec
-from shardwise.vocabulary.collection import without_collection
+from shardwise.program.spec import ModelSpec
+from shardwise.program.spec.step import COMPILED, FP8_WAYS
+from shardwise.program.spec.store import load_spec
+from shardwise.base.vocabulary.collection import without_collection
 
 if TYPE_CHECKING:
     from shardwise.models.tasks import Task

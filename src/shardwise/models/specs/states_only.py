@@ -2,8 +2,8 @@
 
 import re
 
-from shardwise.errors import InvalidModel
-from shardwise.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
+from shardwise.base.errors import InvalidModel
+from shardwise.program.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
 
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 # A model of which only its size is known still needs units to shard: equal blocks, and a little at the root.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.data.source import Splits, image_splits, token_splits
+from shardwise.models.data.source import Splits, image_splits, token_splits
 from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape, LlamaShape, ResNetShape, ViTShape
 from shardwise.models.tasks.task import Task, classification_sums, cross_entropy, cross_entropy_of_tokens

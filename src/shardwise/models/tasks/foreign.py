@@ -7,7 +7,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from shardwise.errors import InvalidModel, UnknownName
+from shardwise.base.errors import InvalidModel, UnknownName
 from shardwise.models.tasks.task import Task, cross_entropy
 from shardwise.models.tasks.transformers_task import folder_task
 from shardwise.models.transformers_model import imported

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from shardwise.errors import InvalidModel, ShardwiseError
+from shardwise.base.errors import InvalidModel, ShardwiseError
 from shardwise.models.catalogue import kind_of, shape_of
 from shardwise.models.shapes import TokenShape, TransformersShape
 from shardwise.models.tasks.catalogue_task import image_task, token_task
@@ -28,7 +28,7 @@ def load_task(
 ) -> Task:
     """Return the task of a catalogue model, of your own function, or of another library's model (hf:, timm:, …).
 
-    `dataset` is a spelling of data/source.py; without one the task has no data. `seq` and `image` change the model's
+    `dataset` is a spelling of models/data/source.py; without one the task has no data. `seq` and `image` change the model's
     sequence length and image size, or are arguments of your function. With `device="meta"` no weights are allocated;
     models of other libraries are always made so.
     """

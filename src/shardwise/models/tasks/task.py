@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from shardwise.errors import InvalidModel
-from shardwise.models.lean_loss import lean_cross_entropy
+from shardwise.base.errors import InvalidModel
+from shardwise.models.own.lean_loss import lean_cross_entropy
 
 Sums = Mapping[str, Tensor]
 """Sums over a batch by name, and under "count" the number of summands; a metric is sum / count.

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.checkpoint.tensor_file import TensorEntry, write_tensors
+from shardwise.state.checkpoint.tensor_file import TensorEntry, write_tensors
 from shardwise.engine.prepared.weight_stream import full_parameters
-from shardwise.errors import InvalidData, InvalidModel
-from shardwise.files.atomic import atomic_write
+from shardwise.base.errors import InvalidData, InvalidModel
+from shardwise.base.files.atomic import atomic_write
 from shardwise.models.catalogue import default_seq
 from shardwise.models.hub_cache import config_folder
 from shardwise.models.specs.spec_request import Adaptation

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.errors import InvalidModel
+from shardwise.base.errors import InvalidModel
 from shardwise.models.adapted import linears_of_blocks
 from shardwise.models.transformers_model import imported
 

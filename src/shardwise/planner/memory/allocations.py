@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from shardwise.planner.memory.replay import Change, MemoryChange, MemoryRow, MoveSaved, Recategorize, TakeGrads
 from shardwise.planner.memory.stream_peak import Size
 from shardwise.program.gradient_place import places_gradients
-from shardwise.spec.step import BEFORE_BACKWARD, IN_UNIT, Act, Line, StorageEvent, What
+from shardwise.program.spec.step import BEFORE_BACKWARD, IN_UNIT, Act, Line, StorageEvent, What
 
 UNIT_GRAPHS = "unit graphs"
 """The stream of the pool in which CUDA graphs of units have their tensors."""

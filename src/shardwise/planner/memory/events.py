@@ -17,8 +17,8 @@ from shardwise.planner.memory.stream_peak import StreamPeak
 from shardwise.program import Operation, Row, StepProgram, Trigger
 from shardwise.program.compiled_program import Action
 from shardwise.program.rules.context import saved_before
-from shardwise.spec import ROOT
-from shardwise.spec.step import BEFORE_FORWARD, Act, Law, Line, Stream
+from shardwise.program.spec import ROOT
+from shardwise.program.spec.step import BEFORE_FORWARD, Act, Law, Line, Stream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from operator import attrgetter
 
-from shardwise.errors import InvalidPlan
+from shardwise.base.errors import InvalidPlan
 from shardwise.plan import Plan
 from shardwise.plan.placement import Mesh
 from shardwise.planner.engine_model import engine_model_of
@@ -22,9 +22,9 @@ from shardwise.planner.memory.states import optimizer_of
 from shardwise.planner.memory.stream_peak import StreamPeak
 from shardwise.planner.ways import fp8_traces, traced_ways
 from shardwise.planner.whole_matrices import with_owners
-from shardwise.spec import ModelSpec
-from shardwise.spec.step import COMPILED, StepTrace
-from shardwise.vocabulary.categories import OTHER
+from shardwise.program.spec import ModelSpec
+from shardwise.program.spec.step import COMPILED, StepTrace
+from shardwise.base.vocabulary.categories import OTHER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,7 +33,7 @@ from shardwise.planner.memory.allocator import (
     MemoryBlock,
     OutOfMemory,
 )
-from shardwise.vocabulary.categories import CATEGORIES
+from shardwise.base.vocabulary.categories import CATEGORIES
 
 HeldBlocks = dict[int, tuple[MemoryBlock | None, int]]
 """Slot → its block (None for small allocations) and its size."""

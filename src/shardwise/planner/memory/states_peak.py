@@ -6,7 +6,7 @@ from typing import Any
 from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.memory.peak import estimate
-from shardwise.spec import ModelSpec
+from shardwise.program.spec import ModelSpec
 
 # The rules for torch's and train's optimizers: (fused, one tensor at a time, foreach).
 _RULES = {

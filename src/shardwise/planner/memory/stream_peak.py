@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shardwise.planner.memory.constants import MemoryRules
-from shardwise.spec.step import Act, Line, StorageEvent, Stream, What
+from shardwise.program.spec.step import Act, Line, StorageEvent, Stream, What
 
 # H100 and H200 (compute capability 9.0), from the CUDA programming guide.
 NUM_PROCESSORS = 132

@@ -20,9 +20,9 @@ from shardwise.planner.time.band import TimeBand, over_slower_fabric, time_band
 from shardwise.planner.time.step_time import TimeEstimate, job_on, time_job
 from shardwise.planner.traffic import sent_bytes
 from shardwise.planner.ways import check_planned_fp8
-from shardwise.spec import ModelSpec
-from shardwise.vocabulary.html_table import html_table
-from shardwise.vocabulary.quantities import bytes_text
+from shardwise.program.spec import ModelSpec
+from shardwise.base.vocabulary.html_table import html_table
+from shardwise.base.vocabulary.quantities import bytes_text
 
 # What `Candidate.fits` may be, the best first.
 _FITS = ("yes", "tight", "unknown", "no")

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from shardwise.plan import Plan
 from shardwise.plan.placement import strategy_of
-from shardwise.spec import ROOT
+from shardwise.program.spec import ROOT
 
 
 def chosen_text(plan: Plan, *, names: Sequence[str]) -> str:

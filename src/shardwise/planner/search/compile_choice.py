@@ -11,7 +11,7 @@ from shardwise.plan import Plan
 from shardwise.plan.placement import AUTO
 from shardwise.planner.search.candidates import Candidate
 from shardwise.planner.time.step_time import estimate_time
-from shardwise.spec import ModelSpec
+from shardwise.program.spec import ModelSpec
 
 # How much faster compiled units must make a step.
 _WORTH_COMPILING = 1.02

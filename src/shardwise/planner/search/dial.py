@@ -17,7 +17,7 @@ from typing import NamedTuple
 from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES, Mesh
 from shardwise.planner.search.micro_batches import across_on
-from shardwise.spec import ROOT, ModelSpec, UnitSpec
+from shardwise.program.spec import ROOT, ModelSpec, UnitSpec
 
 _NUMBERED = re.compile(r"(.*?)(\d+)")
 

@@ -15,7 +15,7 @@ from shardwise.planner.memory.states import may_cross
 from shardwise.planner.search.candidates import cluster_memory, fits_host
 from shardwise.planner.search.dial import Choice, Dial, equal_units, plan_of, turned_units
 from shardwise.planner.time.step_time import job_on, time_job
-from shardwise.spec import ModelSpec
+from shardwise.program.spec import ModelSpec
 
 
 @dataclass(slots=True, kw_only=True)

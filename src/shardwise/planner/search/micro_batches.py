@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import log2
 
-from shardwise.errors import InvalidPlan
+from shardwise.base.errors import InvalidPlan
 from shardwise.hardware import Cluster
 from shardwise.plan import Plan
 from shardwise.plan.limits import LIMITS

@@ -15,7 +15,7 @@ from shardwise.planner.search.auto import solve_plan
 from shardwise.planner.search.candidates import Candidate, SpecFor, cost
 from shardwise.planner.search.dial import turned_units
 from shardwise.planner.search.request import AutoRequest, NoPlanFits
-from shardwise.spec import ROOT, ModelSpec
+from shardwise.program.spec import ROOT, ModelSpec
 
 # If a plan failed although it should fit, the new one may need at most this share of it.
 _LESS = 0.9

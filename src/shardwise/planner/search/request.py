@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
-from shardwise.errors import ShardwiseError
+from shardwise.base.errors import ShardwiseError
 from shardwise.hardware import Cluster
 from shardwise.hardware.cluster import capacity_bytes, with_budget
 from shardwise.plan import Plan

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shardwise.errors import InvalidCluster
+from shardwise.base.errors import InvalidCluster
 from shardwise.hardware import Cluster
 from shardwise.hardware.cluster import make_cluster
 from shardwise.plan import Plan

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from shardwise.errors import InvalidPlan
+from shardwise.base.errors import InvalidPlan
 from shardwise.planner.search.candidates import Candidate
 
 _DAY_SECONDS = 86_400

@@ -19,7 +19,7 @@ from shardwise.planner.search.request import (
     options_of,
 )
 from shardwise.planner.search.solver import Solver
-from shardwise.vocabulary.quantities import bytes_text
+from shardwise.base.vocabulary.quantities import bytes_text
 
 
 def first_fit(costs: DialCosts, *, request: AutoRequest) -> Dial | None:

@@ -120,7 +120,7 @@ def _tree_seconds(ring: Ring, num_bytes: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rings:
-    """The groups of a mesh on a cluster (comm/groups.py)."""
+    """The groups of a mesh on a cluster (comm/groups/groups.py)."""
 
     shard: Ring
     replicate: Ring

@@ -26,8 +26,8 @@ from shardwise.planner.job import PRODUCTS
 from shardwise.planner.time.queues import WorkSeconds
 from shardwise.planner.ways import fp8_way
 from shardwise.program.buffers import is_fp8
-from shardwise.spec import UnitSpec
-from shardwise.spec.step import GATHERED, ROWWISE, TENSORWISE, Op, Stream
+from shardwise.program.spec import UnitSpec
+from shardwise.program.spec.step import GATHERED, ROWWISE, TENSORWISE, Op, Stream
 
 CAST = "fp8_cast"
 
@@ -61,7 +61,7 @@ class Fp8Weights:
 
 NO_FP8 = Fp8Weights()
 
-# The end of a product's role (hardware/probe.py).
+# The end of a product's role (hardware/measuring/probe.py).
 _SCALES = {ROWWISE: " rowwise"}
 
 

@@ -20,8 +20,8 @@ from shardwise.planner.time.time_executor import TimeExecutor
 from shardwise.planner.ways import is_compiled
 from shardwise.planner.whole_matrices import sizes_of
 from shardwise.program import StepProgram, Trigger
-from shardwise.spec import ModelSpec
-from shardwise.spec.step import BEFORE_FORWARD, FORWARD, Line, Stream
+from shardwise.program.spec import ModelSpec
+from shardwise.program.spec.step import BEFORE_FORWARD, FORWARD, Line, Stream
 
 PieceKey = tuple[int, bool, int, int, bool, float, Fp8Weights]
 

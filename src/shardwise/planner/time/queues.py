@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from shardwise.vocabulary.span import Span
+from shardwise.base.vocabulary.span import Span
 
 COMPUTE, CALL, SEND, WAIT, MARK, STREAM, LOAD, SYNC = range(8)
 """Kinds of instructions."""

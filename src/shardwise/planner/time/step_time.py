@@ -16,9 +16,9 @@ from shardwise.planner.time.compute import can_time
 from shardwise.planner.time.host_link import host_bytes_per_s
 from shardwise.planner.time.pieces import Pieces, Schedule, schedule_of, timed_pieces
 from shardwise.planner.time.queues import Queues, WorkSeconds
-from shardwise.spec import ModelSpec
-from shardwise.spec.step import IN_UNIT
-from shardwise.vocabulary.span import Span
+from shardwise.program.spec import ModelSpec
+from shardwise.program.spec.step import IN_UNIT
+from shardwise.base.vocabulary.span import Span
 
 _FAR_AHEAD = 1e6
 MOST_ISSUED = 1024

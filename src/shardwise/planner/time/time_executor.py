@@ -262,7 +262,7 @@ class TimeExecutor:
             return self._send(f"reduce {name}", rings.world, rings.world.all_reduce_seconds(num_bytes))
         seconds = rings.shard.gather_seconds(num_bytes)
         if self.cluster.device.name == "cpu":
-            # Gloo's reduce-scatter is slower than its all-reduce, which is used instead (comm/collectives.py).
+            # Gloo's reduce-scatter is slower than its all-reduce, which is used instead (comm/groups/collectives.py).
             seconds = rings.shard.all_reduce_seconds(num_bytes)
         return self._send(f"reduce {name}", rings.shard, seconds)
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from shardwise.plan import Plan
 from shardwise.plan.placement import Placement
 from shardwise.program.operations import OF_A_STEP, Bucket, Kind, Operation, Trigger
-from shardwise.spec import ROOT
+from shardwise.program.spec import ROOT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The rules of torch's DistributedDataParallel, as torch_engine/prepare.py sets it up.
+"""The rules of torch's DistributedDataParallel, as engine/torch_engine/prepare.py sets it up.
 
 Read from torch 2.11 to 2.13: torch/csrc/distributed/c10d/reducer.cpp, torch/nn/parallel/distributed.py. Every gradient
 is copied into its bucket as soon as autograd has made it. A bucket is all-reduced when it is complete and all buckets
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from shardwise.program.operations import Bucket, Kind, Operation
 from shardwise.program.rules.context import Rules, StepContext, StepEvent, one_per_trigger, update_only
-from shardwise.spec import ROOT
+from shardwise.program.spec import ROOT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from shardwise.program.operations import Kind, Operation, Row, Trigger
 from shardwise.program.rules.context import StepContext
 from shardwise.program.rules.learning import on_demand
-from shardwise.spec import ROOT
+from shardwise.program.spec import ROOT
 
 
 def demanded(unit: str, context: StepContext) -> Row:

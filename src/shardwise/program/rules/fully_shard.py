@@ -1,4 +1,4 @@
-"""The rules of torch's `fully_shard`, on each unit and on the root, as torch_engine/prepare.py sets it up.
+"""The rules of torch's `fully_shard`, on each unit and on the root, as engine/torch_engine/prepare.py sets it up.
 
 Read from torch 2.11 to 2.13: torch/distributed/fsdp/_fully_shard (_fsdp_state.py, _fsdp_param_group.py,
 _fsdp_collectives.py).
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from shardwise.program.operations import Bucket, Kind, Operation
 from shardwise.program.rules.context import Rules, StepContext, StepEvent, one_per_trigger, update_only
-from shardwise.spec import ROOT
+from shardwise.program.spec import ROOT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from shardwise.program.operations import Kind, Operation, Row, StepProgram, Trigger
 from shardwise.program.rules.context import Rules, StepContext, StepEvent
-from shardwise.spec import ROOT, UNANNOUNCED
+from shardwise.program.spec import ROOT, UNANNOUNCED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from itertools import islice
 
 from shardwise.program.operations import Bucket, Kind, Operation
 from shardwise.program.rules.context import Rules, StepContext, StepEvent, one_per_trigger
-from shardwise.spec import NONE, ROOT, UNANNOUNCED
+from shardwise.program.spec import NONE, ROOT, UNANNOUNCED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

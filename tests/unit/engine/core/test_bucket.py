@@ -17,7 +17,7 @@ from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES, Mesh
 from shardwise.program import Bucket
 from shardwise.program.buffers import flat_specs
-from shardwise.spec import TensorSpec, UnitSpec
+from shardwise.program.spec import TensorSpec, UnitSpec
 
 SHAPES = ((5, 3), (40,))
 TWO_RANKS = Mesh(shard=2)

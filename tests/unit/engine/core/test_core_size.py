@@ -12,7 +12,7 @@ from torch import nn
 
 import shardwise
 from shardwise import Plan
-from shardwise.comm.absent import AbsentCollectives, absent_group
+from shardwise.comm.job.absent import AbsentCollectives, absent_group
 from shardwise.engine import core
 from shardwise.engine.core.core import Core
 from shardwise.engine.engine import engine_of

@@ -11,13 +11,13 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise import Plan
-from shardwise.comm.absent import absent_group
+from shardwise.comm.job.absent import absent_group
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.engine import engine_of, tape
-from shardwise.errors import InvalidData, InvalidModel
+from shardwise.base.errors import InvalidData, InvalidModel
 from shardwise.plan.placement import STRATEGIES, Mesh
 from shardwise.program import Kind, build, build_first_step
-from shardwise.spec import ROOT, UNANNOUNCED
+from shardwise.program.spec import ROOT, UNANNOUNCED
 
 each_strategy = pytest.mark.parametrize("strategy", list(STRATEGIES))
 sharded = pytest.mark.parametrize("strategy", ["shard_grad_op", "fsdp"])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shardwise.engine.core.first_forward import FirstForward, Observation, learned
 from shardwise.plan import Plan
 from shardwise.program import Kind, Row, context_of
-from shardwise.spec import ANNOUNCED, NONE, ROOT, UNANNOUNCED, ModelSpec, UnitSpec
+from shardwise.program.spec import ANNOUNCED, NONE, ROOT, UNANNOUNCED, ModelSpec, UnitSpec
 
 NAMES = (ROOT, "a", "a.x", "b", "c")
 

@@ -10,7 +10,7 @@ from shardwise.engine.offload.transfer import HostCopies
 from shardwise.plan import Plan
 from shardwise.plan.placement import SHARDED, STRATEGIES, Mesh
 from shardwise.program.buffers import flat_specs
-from shardwise.spec import ROOT, TensorSpec, UnitSpec
+from shardwise.program.spec import ROOT, TensorSpec, UnitSpec
 
 # The second lies across the two ranks' slices, the last is empty.
 SHAPES = ((10, 3), (60,), (5,), (0, 4))

@@ -9,7 +9,7 @@ from shardwise.engine.core.flat_gradients import Gradients
 from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES, Mesh
 from shardwise.program.buffers import flat_specs
-from shardwise.spec import ROOT, TensorSpec, UnitSpec
+from shardwise.program.spec import ROOT, TensorSpec, UnitSpec
 
 
 def gradients() -> Gradients:

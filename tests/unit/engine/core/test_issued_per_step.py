@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import Plan, prepare
-from shardwise.comm.absent import absent_group
+from shardwise.comm.job.absent import absent_group
 
 NUM_UNITS = 3
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from shardwise import Plan, prepare
-from shardwise.comm.absent import AbsentCollectives, absent_group
+from shardwise.comm.job.absent import AbsentCollectives, absent_group
 from shardwise.engine.core import optimizer_slices
 from shardwise.engine.engine import engine_of
 

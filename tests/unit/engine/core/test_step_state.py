@@ -3,7 +3,7 @@
 import pytest
 
 from shardwise.engine.core.step_state import Move, Phase, StepState
-from shardwise.errors import ShardwiseError
+from shardwise.base.errors import ShardwiseError
 
 
 def after(*moves: Move) -> StepState:

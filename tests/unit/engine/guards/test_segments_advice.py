@@ -11,7 +11,7 @@ from shardwise.engine.guards import description
 from shardwise.engine.guards.description import advise_on_segments
 from shardwise.plan import Plan
 from shardwise.plan.placement import Mesh
-from shardwise.units import model_spec
+from shardwise.program.units import model_spec
 
 SPEC = model_spec(nn.Linear(4, 4))
 NAME = "PYTORCH_ALLOC_CONF"

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.engine.hooks.step_hooks import StepHooks
-from shardwise.errors import InvalidModel
-from shardwise.spec import ANNOUNCED, NONE, ROOT, UNANNOUNCED
+from shardwise.base.errors import InvalidModel
+from shardwise.program.spec import ANNOUNCED, NONE, ROOT, UNANNOUNCED
 
 
 class Notes:

@@ -5,10 +5,10 @@ import torch
 
 from shardwise.engine.offload import host_room
 from shardwise.engine.offload.host_room import check_host_room
-from shardwise.errors import InvalidPlan
+from shardwise.base.errors import InvalidPlan
 from shardwise.plan import Plan
 from shardwise.plan.placement import Mesh
-from shardwise.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
+from shardwise.program.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
 
 ONE_GIB = 2**30
 SPEC = ModelSpec(

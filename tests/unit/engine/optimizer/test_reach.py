@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.engine.optimizer.known import Stepped, judge
 from shardwise.engine.optimizer.reach import NUM_STEPS, Reach, Verdict, probe
-from shardwise.vocabulary.layout import ALIGNMENT
+from shardwise.base.vocabulary.layout import ALIGNMENT
 
 CPU = torch.device("cpu")
 ELEMENTWISE: dict[str, Callable[[Any], Optimizer]] = {

@@ -2,7 +2,7 @@
 
 from shardwise.planner.memory.allocations import Ledger
 from shardwise.planner.memory.replay import Change, MemoryRow
-from shardwise.spec.step import Line
+from shardwise.program.spec.step import Line
 
 
 def test_a_release_is_of_the_buffer_of_its_own_stream() -> None:

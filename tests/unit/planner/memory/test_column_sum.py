@@ -3,7 +3,7 @@
 import pytest
 
 from shardwise.planner.memory.stream_peak import ColumnSum, column_sum_bytes
-from shardwise.spec.step import Line
+from shardwise.program.spec.step import Line
 
 
 def test_the_sum_for_a_bias_of_4096_over_16_images_takes_the_100_mib_that_were_seen() -> None:

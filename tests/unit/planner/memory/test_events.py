@@ -14,8 +14,8 @@ from shardwise.planner.memory.peak import job_of
 from shardwise.planner.memory.replay import Change, MemoryChange, Recategorize, TakeGrads
 from shardwise.planner.memory.stream_peak import StreamPeak
 from shardwise.program import Kind, Operation, Row, StepProgram, Trigger
-from shardwise.spec import NONE, ROOT, ModelSpec, TensorSpec, UnitSpec
-from shardwise.spec.step import Line, Stream
+from shardwise.program.spec import NONE, ROOT, ModelSpec, TensorSpec, UnitSpec
+from shardwise.program.spec.step import Line, Stream
 
 TWO = Mesh(shard=2)
 

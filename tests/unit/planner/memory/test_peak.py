@@ -7,7 +7,7 @@ import pytest
 import torch
 from planned_specs import spec_for
 
-from shardwise.errors import InvalidPlan
+from shardwise.base.errors import InvalidPlan
 from shardwise.models.specs.states_only import states_only
 from shardwise.plan import Plan
 from shardwise.plan.placement import SHARDED, STRATEGIES, Mesh
@@ -15,9 +15,9 @@ from shardwise.planner import estimate
 from shardwise.planner.fold import Short, shorten
 from shardwise.planner.job import Job
 from shardwise.planner.memory.peak import _traces
-from shardwise.spec import ModelSpec, UnitSpec
-from shardwise.trace import Way, trace_model
-from shardwise.vocabulary.categories import CATEGORIES
+from shardwise.program.spec import ModelSpec, UnitSpec
+from shardwise.models.trace import Way, trace_model
+from shardwise.base.vocabulary.categories import CATEGORIES
 
 PLANS = [
     *(Plan(precision="bf16", strategy=name, engine="torch", accumulate=3) for name in ("ddp", "shard_grad_op", "fsdp")),

@@ -12,8 +12,8 @@ from shardwise.plan import Plan
 from shardwise.planner.search.candidates import Candidate
 from shardwise.planner.search.nearest import changed_settings, changes, cost_of_change, fewest_on_host, find_smaller
 from shardwise.planner.search.request import AutoRequest
-from shardwise.train.config import TrainConfig
-from shardwise.train.memory_advice import FullDevice, describe_fit
+from shardwise.training.config.config import TrainConfig
+from shardwise.training.fitting.memory_advice import FullDevice, describe_fit
 
 GIB = 2**30
 

@@ -11,7 +11,7 @@ from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.search.candidates import Candidate, candidates
 from shardwise.planner.search.recommend import Condition, Reason, Recommendation, best_of, recommend
-from shardwise.spec import ModelSpec
+from shardwise.program.spec import ModelSpec
 
 EVERY = list(STRATEGIES)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwise.errors import InvalidCluster
+from shardwise.base.errors import InvalidCluster
 from shardwise.hardware import cluster_of
 from shardwise.models.reference import Model
 from shardwise.plan import Plan

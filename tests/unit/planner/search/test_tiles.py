@@ -12,7 +12,7 @@ from shardwise.planner.search.auto import costs_of, solve_for, solve_plan
 from shardwise.planner.search.chosen_text import chosen_text
 from shardwise.planner.search.request import AutoRequest, NoPlanFits
 from shardwise.planner.search.tiles import tiles_of
-from shardwise.spec import ModelSpec, TensorSpec, UnitSpec
+from shardwise.program.spec import ModelSpec, TensorSpec, UnitSpec
 
 PLAN = Plan(precision="bf16", strategy="auto", micro_batch=1, capture="off")
 

@@ -19,7 +19,7 @@ from shardwise.planner.time.compute import (
     update_seconds,
 )
 from shardwise.planner.time.step_time import estimate_time
-from shardwise.spec.step import Law, Op, StepTrace, Stream
+from shardwise.program.spec.step import Law, Op, StepTrace, Stream
 
 H200 = device_of("h200")
 BLOCK = "blocks.1"

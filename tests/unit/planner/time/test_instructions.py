@@ -14,7 +14,7 @@ from shardwise.planner.time.time_executor import TimeExecutor
 from shardwise.planner.traffic import sent_bytes
 from shardwise.planner.whole_matrices import sizes_of
 from shardwise.program import Kind, Operation, Row, Trigger
-from shardwise.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
+from shardwise.program.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
 
 CLUSTER = cluster_of("4xh100-80gb")
 

@@ -24,7 +24,7 @@ from shardwise.planner.time.step_time import (
     why_not_timed,
 )
 from shardwise.planner.traffic import sent_bytes
-from shardwise.spec import ROOT, UnitSpec
+from shardwise.program.spec import ROOT, UnitSpec
 
 FULL = Plan(precision="bf16", recompute="full")
 SPEC = spec_for("gpt2-1.5b", FULL, Plan(precision="bf16", strategy="ddp", engine="torch"))

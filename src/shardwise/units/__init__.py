@@ -1,5 +1,0 @@
-"""Cut a torch model into units, and give a model of the meta device real weights."""
-
-from shardwise.units.unit_modules import CutModel, called_modules, cut_model, model_spec, unit_modules
-
-__all__ = ["CutModel", "called_modules", "cut_model", "model_spec", "unit_modules"]
