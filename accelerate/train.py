@@ -26,13 +26,13 @@ from accelerate.utils import FullyShardedDataParallelPlugin, gather_object, set_
 from torch import nn
 from torch.utils.data import DataLoader
 
-from shardwise.models.data.source import image_splits
 from shardwise.base.errors import ShardwiseError
-from shardwise.models.catalogue import shape_of
-from shardwise.models.make import build_model
-from shardwise.models.shapes import ViTShape
 from shardwise.base.torch_internals.cpu_allocations import LiveBytes
 from shardwise.base.vocabulary.quantities import bytes_text
+from shardwise.models.catalogue import shape_of
+from shardwise.models.data.source import image_splits
+from shardwise.models.make import build_model
+from shardwise.models.shapes import ViTShape
 
 # What runs on CPU ranks for a value of a config: Accelerate has no float16 there.
 ON_CPU = {"fp16": "no", "MULTI_GPU": "MULTI_CPU"}

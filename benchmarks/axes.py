@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from rows import ROOT, fill, table
 
+from shardwise.base.vocabulary.quantities import GIB, fixed
 from shardwise.hardware import cluster_of
 from shardwise.models.reference import Model
 from shardwise.plan import Plan
 from shardwise.plan.placement import Mesh
 from shardwise.planner.search.candidates import Candidate, cost
-from shardwise.base.vocabulary.quantities import GIB, fixed
 
 PAGE = ROOT / "docs" / "measured-planner.md"
 

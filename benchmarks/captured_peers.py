@@ -21,10 +21,10 @@ import measuring
 import torch
 import torch.distributed as dist
 
+from shardwise.comm.job.join import joined
 from shardwise.measure.bench.contestants import plan_for, why_not
 from shardwise.measure.bench.run_files import BenchRun
 from shardwise.measure.bench.subject import start
-from shardwise.comm.job.join import joined
 from shardwise.models.tasks import load_task
 from shardwise.plan import Plan
 from shardwise.training.config.config import TrainConfig

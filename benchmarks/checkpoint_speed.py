@@ -23,11 +23,11 @@ from engine_step import Case, on_ranks_of
 from measuring import resident_bytes
 
 from shardwise.checkpoint import Checkpoints
-from shardwise.state.checkpoint.export import export_weights
 from shardwise.engines import prepare
 from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape
 from shardwise.plan import Plan
+from shardwise.state.checkpoint.export import export_weights
 
 # 8 × 12 · 960² + 16k · 960 = 104M; 18 × 12 · 1024² + 30k · 1024 = 257M, which is 1.03 GB.
 TRAINED = GPTShape(num_layers=8, width=960, num_heads=8, vocab_size=16_384, max_seq=64)

@@ -9,9 +9,9 @@ true where the times do not. A block counts with its slowest rank. Only ratios a
 In addition to wall-clock seconds: the seconds that the process was on a CPU, which other processes disturb less.
 
 --memory also runs each engine by itself, and reports the most bytes that are live in a step, and those that are left
-after its zero_grad: on a CPU from torch's allocator (base/torch_internals/cpu_allocations.py), which does not know of the
-backend's own buffers, on a GPU from torch.cuda. "plain" is the model in one process without any engine: what a rank
-holds at rest × ranks / plain's is 1 where nothing is held twice.
+after its zero_grad: on a CPU from torch's allocator (base/torch_internals/cpu_allocations.py), which does not know
+of the backend's own buffers, on a GPU from torch.cuda. "plain" is the model in one process without any engine: what a
+rank holds at rest × ranks / plain's is 1 where nothing is held twice.
 """
 
 import argparse
@@ -29,11 +29,11 @@ import torch.nn.functional as F
 from measuring import circumstances, settle, spread, write_part
 from workers import on_ranks
 
+from shardwise.base.torch_internals.cpu_allocations import LiveBytes
 from shardwise.engines import clip_grad_norm_, prepare
 from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape
 from shardwise.plan import Plan
-from shardwise.base.torch_internals.cpu_allocations import LiveBytes
 
 ENGINES = ("shardwise", "torch")
 WARM_UP_STEPS = 4

@@ -2,9 +2,9 @@
 
     python benchmarks/fit_h200.py
 
-Measured by `python -m shardwise.hardware.measuring.calibrate --rows benchmarks/results/calibrate_h200.json`, and later its
-products in fp8 and its host memory, by the same with `--only fp8` and `--only host_memory`. What `shardwise calibrate`
-writes for a user describes a whole device; the package has the device already, and takes the calibration.
+Measured by `python -m shardwise.hardware.measuring.calibrate --rows benchmarks/results/calibrate_h200.json`, and later
+its products in fp8 and its host memory, by the same with `--only fp8` and `--only host_memory`. What `shardwise
+calibrate` writes for a user describes a whole device; the package has the device already, and takes the calibration.
 """
 
 import json

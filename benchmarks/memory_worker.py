@@ -19,8 +19,8 @@ import torch.distributed as dist
 from measuring import free, one_line, used_bytes
 from training_case import Case, Training, set_up
 
-from shardwise.comm.job.absent import AbsentCollectives, absent_group, leave_out_reduce
 from shardwise.base.torch_internals.cpu_allocations import LiveBytes
+from shardwise.comm.job.absent import AbsentCollectives, absent_group, leave_out_reduce
 
 # Our engine learns the order of units in the first step, and all have made their states after it.
 WARM_UP_STEPS = 2

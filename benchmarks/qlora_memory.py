@@ -21,8 +21,8 @@ from torch import Tensor, nn
 import shardwise
 from shardwise import Plan
 from shardwise.comm.job.absent import AbsentCollectives, absent_group
-from shardwise.planner.memory.peak import estimate
 from shardwise.models.trace import Way, trace_model
+from shardwise.planner.memory.peak import estimate
 
 _COMMON = {"vocab_size": 128256, "num_key_value_heads": 8, "head_dim": 128, "use_cache": False, "rms_norm_eps": 1e-5}
 SHAPES = {

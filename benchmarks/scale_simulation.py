@@ -45,6 +45,15 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import shardwise
+from shardwise.base.vocabulary.layout import Layout
+from shardwise.comm.groups import small_collectives
+from shardwise.comm.groups.groups import Group
+from shardwise.comm.job import rendezvous
+from shardwise.comm.job.absent import AbsentCollectives, absent_group
+from shardwise.engine.engine import engine_of
+from shardwise.engine.guards.same_order import coefficient, count_bits
+from shardwise.models.catalogue import shape_of
+from shardwise.models.make import build_model
 from shardwise.state.checkpoint.boxes import Boxes
 from shardwise.state.checkpoint.contents import Contents, StatePiece
 from shardwise.state.checkpoint.manifest import (
@@ -59,15 +68,6 @@ from shardwise.state.checkpoint.manifest import (
 )
 from shardwise.state.checkpoint.parts import CheckpointPart, describe_pieces
 from shardwise.state.checkpoint.slice_runs import SliceRun, merged_runs
-from shardwise.comm.job import rendezvous
-from shardwise.comm.groups import small_collectives
-from shardwise.comm.job.absent import AbsentCollectives, absent_group
-from shardwise.comm.groups.groups import Group
-from shardwise.engine.engine import engine_of
-from shardwise.engine.guards.same_order import coefficient, count_bits
-from shardwise.models.catalogue import shape_of
-from shardwise.models.make import build_model
-from shardwise.base.vocabulary.layout import Layout
 
 RANKS = (8, 64, 512, 4096, 16_384)
 STATES = ("exp_avg", "exp_avg_sq")

@@ -36,13 +36,13 @@ from torch import Tensor, nn
 import shardwise
 from shardwise import Plan
 from shardwise.engine.engine import engine_of, is_prepared
+from shardwise.engine.torch_engine.prepare import prepare_on_torch
 from shardwise.hardware import cluster_of
 from shardwise.models.specs.traced import trace_task
 from shardwise.models.tasks import Task
 from shardwise.planner.memory.peak import estimate
 from shardwise.planner.time.step_time import estimate_time
 from shardwise.planner.ways import traced_ways
-from shardwise.engine.torch_engine.prepare import prepare_on_torch
 
 Batch = dict[str, Tensor]
 # Rounds of all lengths: six ordinary passes of each, an observed one and a recorded one come first.

@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from state.checkpoint.test_checkpoints import rewritten, saved_folder
 from measure.report.sample_bench import sample_bench
+from state.checkpoint.test_checkpoints import rewritten, saved_folder
 
 from shardwise.comm.autopsy.own_record import path_of, write_record
 from shardwise.comm.autopsy.record import GroupRecord, Issued, RankRecord

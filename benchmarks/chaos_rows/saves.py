@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from broken_disks import FailingDisk, FullDisk
 from cases import GPT, adamw, make_tokens
-from state.checkpoint.test_crash import crash_at, crashed_past, effects_of_a_save
 from ranks import RankFailed, run_ranks
 from scorecard import Asked, Tally
+from state.checkpoint.test_crash import crash_at, crashed_past, effects_of_a_save
 from torch import Tensor
 from training import line
 

@@ -6,9 +6,9 @@ from claim_rows.claim import Check, Claim, gb, near
 from claim_rows.planned import planned, source_of, state_bytes
 
 from shardwise.hardware import devices
+from shardwise.measure.report.snapshots import snapshots_of
 from shardwise.plan import Plan
 from shardwise.planner.search.candidates import Candidate
-from shardwise.measure.report.snapshots import snapshots_of
 from shardwise.program.spec import ModelSpec
 
 _STRATEGIES = ("ddp", "zero1", "zero2", "shard_grad_op", "fsdp")

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 
-from shardwise.plan import Plan
-from shardwise.plan.placement import SHARDED, STRATEGIES
-from shardwise.program import Kind, Trigger
 from shardwise.measure.report.snapshots import Holding, Snapshot, StepSnapshots, snapshots_of
 from shardwise.measure.report.text.ring_rounds import Round, first_cells, rounds
 from shardwise.measure.report.text.step_picture import picture_model
+from shardwise.plan import Plan
+from shardwise.plan.placement import SHARDED, STRATEGIES
+from shardwise.program import Kind, Trigger
 
 FOLDER = Path(__file__).parents[2] / "docs" / "images"
 NUM_RANKS = 4

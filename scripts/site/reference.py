@@ -9,9 +9,9 @@ from typing import Any
 import typer
 
 import shardwise
+from shardwise.base.files.keys import reference as key_reference
 from shardwise.doors.cli.app import app
 from shardwise.doors.cli.help_pages import COMMANDS
-from shardwise.base.files.keys import reference as key_reference
 from shardwise.training.config.config import SECTIONS
 
 _ROW = re.compile(r"(?P<name>\S(?: ?\S)*) {2,}(?P<text>\S.*)")

@@ -13,8 +13,8 @@ from shardwise.base.vocabulary.lazy_names import lazy_names
 from shardwise.base.vocabulary.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from shardwise.training.loading.padding import PadToMultiple as PadToMultiple
-    from shardwise.training.loading.sampler import DistributedSampler as DistributedSampler
+    from shardwise.base.errors import ShardwiseError as ShardwiseError
+    from shardwise.doors.integrations.lean_causal_loss import lean_loss as lean_loss
     from shardwise.engine.engine import tape as tape
     from shardwise.engine.optimizer.scaler import GradScaler as GradScaler
     from shardwise.engine.plan_change.extend import extend as extend
@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from shardwise.engines import replan as replan
     from shardwise.engines import weight_stream as weight_stream
     from shardwise.engines import whole as whole
-    from shardwise.base.errors import ShardwiseError as ShardwiseError
-    from shardwise.doors.integrations.lean_causal_loss import lean_loss as lean_loss
+    from shardwise.measure.report.predictions import predict as predict
     from shardwise.models.tasks import Task as Task
     from shardwise.models.tasks.load_task import load_task as load_task
     from shardwise.models.weights.pretrained import from_pretrained as from_pretrained
@@ -45,14 +44,15 @@ if TYPE_CHECKING:
     from shardwise.plan.placement import STRATEGIES as STRATEGIES
     from shardwise.plan.placement import Mesh as Mesh
     from shardwise.plan.placement import Placement as Placement
-    from shardwise.state.recovery.protect import protect as protect
-    from shardwise.measure.report.predictions import predict as predict
     from shardwise.program.spec import ModelSpec as ModelSpec
     from shardwise.program.spec import TensorSpec as TensorSpec
     from shardwise.program.spec import UnitSpec as UnitSpec
-    from shardwise.training.fitting.automatic import smaller_plan as smaller_plan
-    from shardwise.training.loop.training_step import step as step
     from shardwise.program.units import model_spec as model_spec
+    from shardwise.state.recovery.protect import protect as protect
+    from shardwise.training.fitting.automatic import smaller_plan as smaller_plan
+    from shardwise.training.loading.padding import PadToMultiple as PadToMultiple
+    from shardwise.training.loading.sampler import DistributedSampler as DistributedSampler
+    from shardwise.training.loop.training_step import step as step
 
 
 def __getattr__(name: str) -> object:

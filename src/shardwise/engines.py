@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise.base.errors import InvalidModel
+from shardwise.base.vocabulary.tested_versions import warn_if_untested_torch
 from shardwise.comm.groups.collectives import Collectives
 from shardwise.comm.job.job_environment import start_of
 from shardwise.comm.watch.watch import WATCH_SECONDS
@@ -21,11 +23,9 @@ from shardwise.engine import carry
 from shardwise.engine.guards.replicas import COMPARE_EVERY
 from shardwise.engine.our_engine import Engine
 from shardwise.engine.prepare import prepare_on_ours
-from shardwise.base.errors import InvalidModel
 from shardwise.plan import Plan, as_plan
 from shardwise.plan.limits import LIMITS
 from shardwise.program.spec import ModelSpec
-from shardwise.base.vocabulary.tested_versions import warn_if_untested_torch
 
 if TYPE_CHECKING:
     from shardwise.engine.torch_engine.torch_engine import TorchEngine

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import Dataset
 
-from shardwise.state.checkpoint.disk import Disk
 from shardwise.models.tasks import Task
+from shardwise.state.checkpoint.disk import Disk
 
 POINT = os.environ.get("POINT") if os.environ.get("RANK") == os.environ.get("RANK_TO_BREAK") else None
 IS_FIRST_START = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"

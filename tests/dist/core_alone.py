@@ -13,7 +13,12 @@ SHELL = (
     *("shardwise.engine.activations", "shardwise.engine.offload", "shardwise.engine.out_of_memory"),
     *("shardwise.engine.plan_change", "shardwise.engine.prepared", "shardwise.engine.prepare"),
     *("shardwise.engine.engine", "shardwise.engine.our_engine", "shardwise.engine.last_issued", "shardwise.engines"),
-    *("shardwise.comm.watch.watch", "shardwise.comm.watch.stall", "shardwise.comm.watch.record_writer", "shardwise.comm.watch.noticeboard"),
+    *(
+        "shardwise.comm.watch.watch",
+        "shardwise.comm.watch.stall",
+        "shardwise.comm.watch.record_writer",
+        "shardwise.comm.watch.noticeboard",
+    ),
 )
 
 

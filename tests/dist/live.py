@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from shardwise.comm.groups.groups import Group
 from shardwise.base.torch_internals.cpu_allocations import LiveBytes
+from shardwise.comm.groups.groups import Group
 
 
 class LiveTensors(LiveBytes):

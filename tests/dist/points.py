@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from shardwise.comm.groups.agreement import RanksDisagree, about
 from shardwise.base.errors import InvalidData
+from shardwise.comm.groups.agreement import RanksDisagree, about
 from shardwise.training.launch.failure import during, report
 
 RANK = int(os.environ["RANK"])

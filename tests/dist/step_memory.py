@@ -34,7 +34,9 @@ def alike_ranks() -> Iterator[None]:
         patched.enter_context(torch.backends.mkldnn.flags(enabled=True))
         for home in ("comm.agreement", "engine.guards.first_inputs"):
             patched.enter_context(patch(f"shardwise.{home}.exchange", alike))
-        patched.enter_context(patch("shardwise.comm.groups.agreement.largest", lambda numbers, group=None: list(numbers)))
+        patched.enter_context(
+            patch("shardwise.comm.groups.agreement.largest", lambda numbers, group=None: list(numbers))
+        )
         yield
 
 

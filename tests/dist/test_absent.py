@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.comm.job.absent import AbsentCollectives, absent_group, leave_out_reduce
+from shardwise.base.errors import InvalidPlan
 from shardwise.comm.groups.agreement import exchange, meet
 from shardwise.comm.groups.groups import Group
+from shardwise.comm.job.absent import AbsentCollectives, absent_group, leave_out_reduce
 from shardwise.engines import prepare
-from shardwise.base.errors import InvalidPlan
 from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape, ResNetShape
 from shardwise.plan import Plan

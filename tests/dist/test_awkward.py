@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from training import Case, Result, assert_close, assert_equal, make_collectives, model_units, on_ranks, one_process
 from whole import in_turn, strategies, whole
 
+from shardwise.base.errors import ShardwiseError
 from shardwise.engine.engine import engine_of, tape
 from shardwise.engines import prepare
-from shardwise.base.errors import ShardwiseError
 from shardwise.plan import Plan
 
 

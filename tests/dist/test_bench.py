@@ -14,13 +14,13 @@ import pytest
 from processes import ranks_left
 from ranks import run_ranks
 
+from shardwise.doors.cli.app import main
+from shardwise.engine.core.bucket import ReduceBucket
+from shardwise.engine.core.unit import Unit
 from shardwise.measure.bench.case_result import CaseResult
 from shardwise.measure.bench.results import load_bench
 from shardwise.measure.bench.run_files import ASKED, BenchRun, Found
 from shardwise.measure.bench.worker import run_rank
-from shardwise.doors.cli.app import main
-from shardwise.engine.core.bucket import ReduceBucket
-from shardwise.engine.core.unit import Unit
 from shardwise.models.tasks import Task, load_task
 
 OPTIONS = ("--ranks", "2", "--rounds", "1", "--steps", "2", "--warm-up", "3")

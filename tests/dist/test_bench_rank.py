@@ -18,16 +18,16 @@ from whole import strategies, whole
 from shardwise.measure.bench.contestants import ENGINES, plan_for
 from shardwise.measure.bench.run_files import ASKED, BenchRun, Found
 from shardwise.measure.bench.worker import run_rank
-from shardwise.training.launch.launch import launch
+from shardwise.measure.profile.compare import predict
+from shardwise.measure.profile.rehearsal import Rehearsal
 from shardwise.models.reference import Model
 from shardwise.plan import Plan
 from shardwise.plan.placement import SHARDED, Mesh, placement_of
 from shardwise.planner.memory.peak import job_of
 from shardwise.planner.traffic import sent_bytes
-from shardwise.measure.profile.compare import predict
-from shardwise.measure.profile.rehearsal import Rehearsal
 from shardwise.program import build
 from shardwise.training.config.config import TrainConfig
+from shardwise.training.launch.launch import launch
 
 preload("accelerate", "lightning.pytorch")
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from training import Case, build, line, on_ranks
 
 import shardwise
-from shardwise.engine.engine import engine_of
-from shardwise.engine.fp8.linear import Fp8Linear
 from shardwise.base.errors import ShardwiseError
 from shardwise.doors.integrations.asked_plan import asked_plan
+from shardwise.engine.engine import engine_of
+from shardwise.engine.fp8.linear import Fp8Linear
 from shardwise.models.shapes import GPTShape, LlamaShape
 from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan

@@ -17,8 +17,8 @@ from training import line
 import shardwise
 from shardwise import Plan, Task
 from shardwise.base.errors import InvalidModel
-from shardwise.doors.integrations.asked_plan import asked_plan
 from shardwise.base.vocabulary import tested_versions
+from shardwise.doors.integrations.asked_plan import asked_plan
 
 preload("transformers.models.llama.modeling_llama", "transformers.trainer", "lightning.pytorch")
 

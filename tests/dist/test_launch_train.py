@@ -16,8 +16,8 @@ from reliability.said import say
 from shardwise.comm.autopsy.findings import FAILED, verdict
 from shardwise.comm.autopsy.record_folder import read_records
 from shardwise.doors.cli.app import main
-from shardwise.training.launch.launch import launch
 from shardwise.plan import Plan
+from shardwise.training.launch.launch import launch
 
 CONFIG = f"""
 [task]

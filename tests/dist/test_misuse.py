@@ -22,10 +22,10 @@ from training import line, make_collectives
 from whole import in_turn, whole
 
 import shardwise
+from shardwise.base.errors import ShardwiseError
 from shardwise.comm.groups.agreement import exchange
 from shardwise.engine.engine import engine_of
 from shardwise.engines import clip_grad_norm_, prepare
-from shardwise.base.errors import ShardwiseError
 from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
 from shardwise.plan.placement import Mesh

@@ -11,9 +11,9 @@ from train_tasks import config, lines, trained
 from typer.testing import CliRunner
 
 from object_server import SECRET, ObjectServer, client_of, needs_server
+from shardwise.base.errors import ShardwiseError
 from shardwise.doors.cli.app import app
 from shardwise.doors.cli.own_files import describe_own
-from shardwise.base.errors import ShardwiseError
 from shardwise.training.config.config import TrainConfig
 from shardwise.training.config.config_section import InvalidConfig
 from shardwise.training.rank_run import train

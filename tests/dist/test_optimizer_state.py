@@ -13,10 +13,10 @@ from training import line
 from whole import whole
 
 import shardwise
+from shardwise.base.errors import InvalidData
 from shardwise.engine.engine import engine_of
 from shardwise.engine.prepared.full_state import check_order
 from shardwise.engines import require_engine
-from shardwise.base.errors import InvalidData
 from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from wrong import WIDTH, Blocks
 
 import shardwise
-from shardwise.plan import Plan
 from shardwise.base.vocabulary.quantities import bytes_text
+from shardwise.plan import Plan
 
 NUM_BYTES = 4 * 320
 """Of the parameters of one block, padded."""

@@ -6,10 +6,10 @@ from ranks import run_ranks
 from step_memory import alike_ranks, step_bytes
 from whole import whole
 
-from shardwise.plan import Plan
-from shardwise.planner import estimate
 from shardwise.models.trace.observe import Way
 from shardwise.models.trace.trace import trace_model
+from shardwise.plan import Plan
+from shardwise.planner import estimate
 
 PLANS = [Plan(strategy=strategy) for strategy in ("ddp", "fsdp")]
 

@@ -17,6 +17,8 @@ from shardwise.engines import prepare
 from shardwise.models.shapes import GPTShape, LlamaShape, ResNetShape, Shape, ViTShape
 from shardwise.models.specs.traced import trace_task
 from shardwise.models.tasks import Task, image_task, token_task
+from shardwise.models.trace.observe import Way
+from shardwise.models.trace.trace import trace_model
 from shardwise.plan import Plan
 from shardwise.plan.patterns import Patterns
 from shardwise.plan.placement import STRATEGIES, Mesh
@@ -24,8 +26,6 @@ from shardwise.planner import MemoryEstimate, estimate
 from shardwise.planner.ways import fp8_traces, traced_ways
 from shardwise.program.buffers import fp8_weight_names
 from shardwise.program.spec import ModelSpec
-from shardwise.models.trace.observe import Way
-from shardwise.models.trace.trace import trace_model
 from shardwise.program.units import model_spec
 
 SHAPES: dict[str, tuple[Shape, int]] = {

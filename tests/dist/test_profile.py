@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from whole import strategies
 
-from shardwise.models.reference import Model
-from shardwise.plan import Plan
 from shardwise.measure.profile.compare import Profile, predict
 from shardwise.measure.profile.memory_ledger import LedgerEntry
 from shardwise.measure.profile.rehearsal import Rehearsal
 from shardwise.measure.profile.rehearsal_process import rehearse
+from shardwise.models.reference import Model
+from shardwise.plan import Plan
 from shardwise.program import build
 
 MODEL, SEQ = "gpt-tiny", 16

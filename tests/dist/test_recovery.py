@@ -18,12 +18,12 @@ from whole import strategies, whole
 import shardwise
 from reliability.said import say
 from shardwise.comm.job.job_environment import MEMORY
-from shardwise.training.launch.launch import launch
 from shardwise.plan import Plan
 from shardwise.plan.placement import Mesh
 from shardwise.state.recovery import generation
 from shardwise.state.recovery.memory_folder import free_memory
 from shardwise.state.recovery.memory_key import key_in
+from shardwise.training.launch.launch import launch
 
 HERE = Path(__file__).parent
 PLANS = [

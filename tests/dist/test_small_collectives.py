@@ -11,14 +11,14 @@ from whole import whole
 
 import shardwise
 from shardwise.checkpoint import Checkpoints
-from shardwise.state.checkpoint import parts as checkpoint_parts
-from shardwise.state.checkpoint.ranks import Ranks
-from shardwise.state.checkpoint.verify import verify
 from shardwise.comm.groups.agreement import all_alike, any_rank, by_first, distinct
 from shardwise.comm.groups.small_collectives import from_first, largest
 from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape
 from shardwise.plan import Plan
+from shardwise.state.checkpoint import parts as checkpoint_parts
+from shardwise.state.checkpoint.ranks import Ranks
+from shardwise.state.checkpoint.verify import verify
 
 
 def collectives(rank: int) -> None:

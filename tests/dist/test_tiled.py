@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from whole import whole
 
 import shardwise
+from shardwise.base.errors import InvalidModel, InvalidPlan
 from shardwise.engine.activations.tiled import TiledHead
 from shardwise.engine.activations.tiled_logits import TiledLogits
-from shardwise.base.errors import InvalidModel, InvalidPlan
 from shardwise.plan import Plan
 
 WIDTH, LENGTH = 8, 21

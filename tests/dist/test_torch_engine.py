@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from training import Case, Result, assert_close, build
 from whole import whole
 
-from shardwise.engine.optimizer.known import StaleOptimizer
-from shardwise.engines import clip_grad_norm_, full_state_dict, load_full_state_dict, prepare
 from shardwise.base.errors import InvalidModel, InvalidPlan, ShardwiseError
+from shardwise.engine.optimizer.known import StaleOptimizer
+from shardwise.engine.torch_engine.prepare import AutocastDataParallel
+from shardwise.engines import clip_grad_norm_, full_state_dict, load_full_state_dict, prepare
 from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape
 from shardwise.plan import Plan
 from shardwise.plan.placement import Mesh
-from shardwise.engine.torch_engine.prepare import AutocastDataParallel
 
 GPT = Case(make=MODELS["gpt"], optimizer=sgd, num_steps=5)
 RESNET = Case(make=MODELS["resnet"], optimizer=sgd, num_steps=5)

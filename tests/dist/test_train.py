@@ -20,8 +20,8 @@ from reliability.said import say
 from shardwise.base.errors import ShardwiseError
 from shardwise.models.tasks import Task
 from shardwise.plan import Plan
-from shardwise.training.loop.batches import Sharing
 from shardwise.training.config.config import TrainConfig
+from shardwise.training.loop.batches import Sharing
 from shardwise.training.loop.evaluation import evaluate
 from shardwise.training.rank_run import train
 

@@ -13,8 +13,8 @@ from whole import whole
 
 from reliability.said import say
 from shardwise.base.errors import ShardwiseError
-from shardwise.training.launch.folder_lock import locked
 from shardwise.training.config.config import TrainConfig
+from shardwise.training.launch.folder_lock import locked
 from shardwise.training.rank_run import train
 
 

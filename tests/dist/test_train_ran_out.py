@@ -15,8 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from train_tasks import assert_same_end, config, lines, reference, trained
 from whole import whole
 
-from shardwise.comm.groups.rank_progress import PROGRESS
 from shardwise.base.errors import ShardwiseError
+from shardwise.comm.groups.rank_progress import PROGRESS
 from shardwise.plan import Plan
 from shardwise.training.config.config import TrainConfig
 from shardwise.training.rank_run import train

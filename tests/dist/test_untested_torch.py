@@ -9,8 +9,8 @@ from ranks import run_ranks
 from torch import nn
 
 import shardwise
-from shardwise.plan import Plan
 from shardwise.base.vocabulary import tested_versions
+from shardwise.plan import Plan
 
 
 def warned(rank: int, found: str, engine: str) -> list[str]:

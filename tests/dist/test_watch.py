@@ -22,8 +22,8 @@ from reliability.said import say
 from shardwise.comm.groups.small_collectives import from_first
 from shardwise.comm.watch.watch import EXIT_CODE
 from shardwise.engines import prepare
-from shardwise.training.launch.launch import launch
 from shardwise.plan import Plan
+from shardwise.training.launch.launch import launch
 
 HERE = Path(__file__).parent
 STALLING = str(HERE / "stalling.py")

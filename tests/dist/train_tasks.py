@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from shardwise.checkpoint import Checkpoints, open_checkpoint
-from shardwise.training.loading.sampler import DistributedSampler
 from shardwise.models.catalogue import CATALOGUE
 from shardwise.models.shapes import GPTShape, ViTShape
 from shardwise.models.tasks import Task, image_task, token_task
 from shardwise.training.config.config import TrainConfig
+from shardwise.training.loading.sampler import DistributedSampler
 from shardwise.training.loop.metrics import StepMetrics
 from shardwise.training.rank_run import Outcome, train
 

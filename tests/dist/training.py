@@ -13,10 +13,10 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from reliability.said import say
+from shardwise.base.errors import ShardwiseError
 from shardwise.comm.groups.collectives import BackendCollectives, Collectives
 from shardwise.engine.engine import engine_of
 from shardwise.engines import clip_grad_norm_, prepare
-from shardwise.base.errors import ShardwiseError
 from shardwise.models.tasks import cross_entropy
 from shardwise.plan import Plan
 

@@ -24,8 +24,8 @@ from ranks import RankFailed, run_ranks
 from simulated_graphs import simulated
 from worlds import Observed, World
 
-from shardwise.comm.groups.agreement import exchange
 from shardwise.base.errors import ShardwiseError
+from shardwise.comm.groups.agreement import exchange
 
 # What an event returned, or the error that it raised.
 Seen = Observed | Exception

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from shardwise.hardware import device_of
-from shardwise.hardware.measuring.calibrate import measure_device
 from shardwise.hardware.device import link_of
+from shardwise.hardware.measuring.calibrate import measure_device
 from shardwise.hardware.measuring.measure_host_memory import measured_host_memory
 from shardwise.hardware.measuring.probe_host import probe_host
 

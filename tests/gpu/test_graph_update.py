@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from shardwise.base.errors import InvalidData
+from shardwise.comm.job.join import joined
 from shardwise.measure.bench.contestants import plan_for
 from shardwise.measure.bench.graph_update import GraphUpdate, counts_on_device
 from shardwise.measure.bench.run_files import BenchRun
 from shardwise.measure.bench.subject import BenchTraining, start
-from shardwise.comm.job.join import joined
-from shardwise.base.errors import InvalidData
 from shardwise.plan import Plan
 from shardwise.training.config.config import TrainConfig
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardwise.measure.profile.compare import Profile, predict
+from shardwise.measure.profile.rehearsal import Rehearsal, rehearse_apart
 from shardwise.models.reference import Model
 from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES
-from shardwise.measure.profile.compare import Profile, predict
-from shardwise.measure.profile.rehearsal import Rehearsal, rehearse_apart
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

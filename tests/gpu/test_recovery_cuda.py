@@ -17,9 +17,9 @@ from protected import NUM_STEPS, Protected
 from test_recovery import equal, newest
 
 import shardwise
+from shardwise.plan import Plan
 from shardwise.state.checkpoint.late_numbers import LateNumbers
 from shardwise.state.checkpoint.typed import from_json
-from shardwise.plan import Plan
 from shardwise.state.recovery import copying
 from shardwise.state.recovery.copying import Copier, CopySource, pin, unpin
 from shardwise.state.recovery.generation import DataFile

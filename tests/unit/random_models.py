@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.hardware import Cluster, cluster_of
+from shardwise.models.trace import Way, trace_model
 from shardwise.plan import Plan
 from shardwise.planner.search.dial import Choice, Dial, turned_units
 from shardwise.planner.search.dial_cost import DialCosts
 from shardwise.planner.search.micro_batches import meshes
 from shardwise.planner.search.request import RECOMPUTES
 from shardwise.program.spec import ModelSpec
-from shardwise.models.trace import Way, trace_model
 
 PLAN = Plan(precision="bf16")
 

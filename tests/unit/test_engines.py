@@ -14,14 +14,14 @@ from torch import nn
 
 import shardwise
 from shardwise import engines
+from shardwise.base.errors import InvalidModel, InvalidPlan
 from shardwise.engine.carry import carry_engine, drop_engine
 from shardwise.engine.our_engine import Engine
-from shardwise.engines import AnyEngine, find_engine, require_engine
-from shardwise.base.errors import InvalidModel, InvalidPlan
-from shardwise.plan import Plan
-from shardwise.plan.limits import LIMITS, CallLimit
 from shardwise.engine.torch_engine.plain_model import PlainModel, state_of
 from shardwise.engine.torch_engine.torch_engine import TorchEngine
+from shardwise.engines import AnyEngine, find_engine, require_engine
+from shardwise.plan import Plan
+from shardwise.plan.limits import LIMITS, CallLimit
 
 SOURCE = Path(shardwise.__file__).parent
 # Each has its reason: `prepare` chooses the engine; the rules of a step are those of its engine; a rehearsal finds DDP
@@ -75,7 +75,7 @@ def asks(node: ast.AST) -> bool:
 def askers() -> Iterator[str]:
     for path in sorted(SOURCE.rglob("*.py")):
         name = path.relative_to(SOURCE).as_posix()
-        if name.split("/")[0] in ("engine", "torch_engine"):
+        if name.split("/")[0] == "engine":
             continue
         if any(asks(node) for node in ast.walk(ast.parse(path.read_text()))):
             yield name

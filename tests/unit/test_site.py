@@ -19,8 +19,8 @@ import yaml
 from measure.report.chromium import Page, needs_chromium, page
 
 import shardwise
-from shardwise.doors.cli.app import app
 from shardwise.base.files.keys import reference
+from shardwise.doors.cli.app import app
 from shardwise.training.config.config import SECTIONS
 
 ROOT = Path(__file__).parents[2]

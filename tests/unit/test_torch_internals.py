@@ -161,7 +161,12 @@ OF_OTHERS = {
     "_runs_inside_forward", "_replace", "_init_weights", "_is_distributed_loading_by_transformers",
 }  # fmt: skip
 # Where objects are those of other libraries, which have private names too.
-ON_OTHERS = ("integrations", "models/weights/pretrained.py", "measure/bench/peers.py", "measure/bench/megatron_peer.py")
+ON_OTHERS = (
+    "doors/integrations",
+    "models/weights/pretrained.py",
+    "measure/bench/peers.py",
+    "measure/bench/megatron_peer.py",
+)
 
 
 @cache

@@ -3,9 +3,9 @@
 import torch
 import torch.distributed as dist
 
+from shardwise.base.errors import InvalidPlan
 from shardwise.engine.activations.compiled_units import check_compile
 from shardwise.engine.fp8.layer_classes import check_fp8
-from shardwise.base.errors import InvalidPlan
 from shardwise.plan import Plan
 from shardwise.plan.placement import Mesh, Placement
 from shardwise.program.spec import ModelSpec

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.base.errors import InvalidModel
 from shardwise.engine.activations.wrap import wrap_units
 from shardwise.engine.carry import find_engine, require_engine
 from shardwise.engine.core.core import Core
@@ -19,7 +20,6 @@ from shardwise.engine.guards.guards import Guards
 from shardwise.engine.guards.inner_calls import InnerCalls
 from shardwise.engine.guards.loading import attach_loads
 from shardwise.engine.optimizer.owned import OwnedParameters
-from shardwise.base.errors import InvalidModel
 
 
 @dataclass(kw_only=True, eq=False)

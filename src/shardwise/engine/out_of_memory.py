@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.comm.groups.rank_progress import PROGRESS, UPDATE
-from shardwise.engine.engine import EngineParts, engine_of, is_prepared
-from shardwise.engine.prepared.inventory import held_tensors
 from shardwise.base.vocabulary.categories import ACTIVATIONS, CATEGORIES, HOST, OTHER
 from shardwise.base.vocabulary.quantities import bytes_text
 from shardwise.base.vocabulary.while_alive import WhileAlive, replaced
+from shardwise.comm.groups.rank_progress import PROGRESS, UPDATE
+from shardwise.engine.engine import EngineParts, engine_of, is_prepared
+from shardwise.engine.prepared.inventory import held_tensors
 
 
 def explain_out_of_memory(model: nn.Module) -> None:

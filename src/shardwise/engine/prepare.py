@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise.base.errors import InvalidPlan
 from shardwise.comm.groups.agreement import check_alike, together
 from shardwise.comm.groups.collectives import BackendCollectives, Collectives
 from shardwise.comm.groups.groups import mesh_groups
@@ -62,7 +63,6 @@ from shardwise.engine.our_engine import Engine
 from shardwise.engine.out_of_memory import explain_out_of_memory
 from shardwise.engine.prepared.prepared_module import become_prepared
 from shardwise.engine.workspaces import take_workspaces
-from shardwise.base.errors import InvalidPlan
 from shardwise.plan import Plan
 from shardwise.plan.patterns import unmatched
 from shardwise.plan.placement import Mesh, Placement

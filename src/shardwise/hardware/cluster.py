@@ -31,6 +31,7 @@ from shardwise.base.errors import InvalidCluster, ShardwiseError
 from shardwise.base.files.data_file import read_toml
 from shardwise.base.files.form import Form, anything, check_names, inside, record_of, refusing
 from shardwise.base.files.keys import check_keys, forms_of, key
+from shardwise.base.vocabulary.printable import printable
 from shardwise.hardware.device import (
     Device,
     Fabric,
@@ -43,7 +44,6 @@ from shardwise.hardware.device import (
     software_of,
 )
 from shardwise.hardware.sourced import NAME, Sourced
-from shardwise.base.vocabulary.printable import printable
 
 _EXAMPLE = "8xh100-80gb or 16x8xh100-80gb@ib-8x400"
 # A longer count is a typing error, and must not be allocated.

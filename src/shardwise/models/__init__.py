@@ -1,11 +1,10 @@
 """Models: which one is meant, and its spec, its task or its weights.
 
-specs/         what the planner knows of a model
-tasks/         a model with its loss and its batches
-weights/       checkpoint folders of the transformers library
 reference.py   MODEL of the command line, as a value with these three questions
-
-Shardwise's own models are here too, so that every claim can be checked without a download. `shapes.py` and
-`catalogue.py` hold their dimensions as data (no torch), `make.py` builds the modules. `muon.py` is an optimizer and
-`lean_loss.py` a loss for them; `hugging_face.py` translates their parameter names. The modules contain no parallelism.
+catalogue.py   the models by name, with their dimensions (shapes.py); no torch here. make.py builds the modules
+specs/         what the planner knows of a model; trace/ finds it out, on fake tensors
+tasks/         a model with its loss and its batches; data/: what they are of
+weights/       checkpoint folders of the transformers library
+own/           Shardwise's own models
+muon.py        an optimizer for them
 """

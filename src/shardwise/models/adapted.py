@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.base.errors import InvalidModel
-from shardwise.state.checkpoint.hugging_face import LAYOUTS
 from shardwise.models.specs.spec_request import Adaptation
+from shardwise.state.checkpoint.hugging_face import LAYOUTS
 
 # bitsandbytes: elements per scale, and scales per scale of scales.
 _BLOCK, _OUTER_BLOCK = 64, 256

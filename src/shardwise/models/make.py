@@ -9,9 +9,9 @@ from torch import nn
 from shardwise.models.own.gpt import GPT
 from shardwise.models.own.llama import Llama
 from shardwise.models.own.resnet import ResNet
+from shardwise.models.own.vit import ViT
 from shardwise.models.shapes import GPTShape, LlamaShape, ResNetShape, Shape, TransformersShape, ViTShape
 from shardwise.models.transformers_model import model_of_shape
-from shardwise.models.own.vit import ViT
 from shardwise.program.units.materialize import materialize
 
 _MODULES: Mapping[type, Callable[[Any], nn.Module]] = {

@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from shardwise.base.errors import InvalidModel, InvalidPlan
+from shardwise.base.vocabulary.heads import HEADS
 from shardwise.models.catalogue import kind_of, shape_of
 from shardwise.models.shapes import GPTShape, LlamaShape, TokenShape
 from shardwise.models.specs.architecture import architecture_for
@@ -27,7 +28,6 @@ from shardwise.planner.ways import fp8_traces, traced_ways
 from shardwise.program.buffers import fp8_weight_names
 from shardwise.program.spec import ModelSpec
 from shardwise.program.spec.losses import LEAN, USUAL, with_loss
-from shardwise.base.vocabulary.heads import HEADS
 
 if TYPE_CHECKING:
     import torch
@@ -46,8 +46,8 @@ class Model:
     seq, image   length of a sample in tokens, width of an image in pixels; None: the model's own
     lengths      of batches in their order, if they differ (ModelSpec); `seq` is the longest
     kernels      of a spec: those of a cuda or cpu device
-    loss         of a spec of a model that reads tokens (program/spec/losses.py): lean, which `shardwise train` uses, for
-                 catalogue models; for others their own, which is the usual one
+    loss         of a spec of a model that reads tokens (program/spec/losses.py): lean, which `shardwise train` uses,
+                 for catalogue models; for others their own, which is the usual one
     adaptation   LoRA or QLoRA instead of training all parameters
     """
 

@@ -15,9 +15,9 @@ from types import MappingProxyType
 from typing import Protocol
 
 from shardwise.base.errors import InvalidPlan
+from shardwise.base.vocabulary.categories import GATHERED, REDUCE
 from shardwise.plan.patterns import Patterns
 from shardwise.plan.placement import ACROSS, AUTO, STRATEGIES, Placement, placement_of, strategy_of
-from shardwise.base.vocabulary.categories import GATHERED, REDUCE
 
 Placements = Mapping[str, Placement]
 """Of units, by name."""

@@ -15,12 +15,12 @@ from shardwise.base.files.atomic import atomic_write
 from shardwise.base.files.data_file import read_toml
 from shardwise.base.files.form import refusing
 from shardwise.base.files.keys import check_keys, documented, to_table, values_of
+from shardwise.base.vocabulary.auto_solver import auto_solver
+from shardwise.base.vocabulary.html_table import html_table
 from shardwise.plan.limits import LIMITS, check_settings
 from shardwise.plan.patterns import Patterns, is_among, unmatched
 from shardwise.plan.placement import ACROSS, AUTO, STRATEGIES, Placement, placement_of, resolve_strategy
 from shardwise.plan.plan_keys import PlanKeys
-from shardwise.base.vocabulary.auto_solver import auto_solver
-from shardwise.base.vocabulary.html_table import html_table
 
 
 @documented

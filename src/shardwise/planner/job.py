@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
+from shardwise.base.vocabulary.categories import CATEGORIES
+from shardwise.base.vocabulary.dtypes import BYTES_PER_ELEMENT, PRECISIONS
 from shardwise.plan import Plan
 from shardwise.plan.placement import Mesh, Placement
 from shardwise.planner.engine_model import EngineModel, engine_model_of
@@ -23,8 +25,6 @@ from shardwise.program import StepProgram, build, build_first_step
 from shardwise.program.chunks import CHUNK_ELEMENTS, NUM_SLOTS
 from shardwise.program.spec import ROOT, ModelSpec
 from shardwise.program.spec.step import BEFORE_FORWARD, Line, Op, StepRow, StepTrace, Stream
-from shardwise.base.vocabulary.categories import CATEGORIES
-from shardwise.base.vocabulary.dtypes import BYTES_PER_ELEMENT, PRECISIONS
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 """Operations that are matrix products."""
@@ -253,7 +253,7 @@ class Job:
 
     @property
     def num_communicators(self) -> int:
-        """Communicators of a process (comm/groups/groups.py): the job's, the engine's, and with two axes one for each."""
+        """Communicators of a process (comm/groups/groups.py): the job's, the engine's, and those of two axes."""
         of_gathers = self.engine.has_own_groups and self.gathers and self.mesh.shard > 1
         of_axes = 2 if self.mesh.replicate > 1 and self.mesh.shard > 1 else 0
         return 1 + self.engine.has_own_groups + of_gathers + of_axes

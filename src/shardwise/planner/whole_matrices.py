@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from shardwise.base.errors import InvalidModel, InvalidPlan
+from shardwise.base.vocabulary.dtypes import BYTES_PER_ELEMENT
 from shardwise.plan import Plan
 from shardwise.plan.limits import LIMITS
 from shardwise.plan.patterns import short_patterns
@@ -29,7 +30,6 @@ from shardwise.program.buffers import (
 from shardwise.program.owners import assign_owners
 from shardwise.program.spec import ModelSpec, TensorSpec, UnitSpec
 from shardwise.program.spec.block_matrices import block_matrices, is_block_matrix
-from shardwise.base.vocabulary.dtypes import BYTES_PER_ELEMENT
 
 MASTER_BYTES = 4
 """Bytes per element that the optimizer steps."""

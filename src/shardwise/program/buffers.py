@@ -12,9 +12,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from shardwise.plan import Plan
-from shardwise.plan.limits import LIMITS
-from shardwise.program.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
 from shardwise.base.vocabulary.dtypes import (
     BYTES_PER_ELEMENT,
     compute_dtype,
@@ -24,6 +21,9 @@ from shardwise.base.vocabulary.dtypes import (
     reduce_dtype,
 )
 from shardwise.base.vocabulary.layout import ALIGNMENT, Layout, lay_out
+from shardwise.plan import Plan
+from shardwise.plan.limits import LIMITS
+from shardwise.program.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
 
 MULTIPLE = 16
 """Both sizes of an fp8 operand are multiples of this many elements: the hardware loads 16 bytes at a time."""

@@ -9,33 +9,33 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from shardwise.checkpoint import Checkpoints
 from shardwise.comm.groups.agreement import agree, exchange
+from shardwise.comm.groups.rank_progress import PROGRESS
+from shardwise.comm.groups.step_flags import StepFlags
 from shardwise.comm.job.job_environment import by_our_launcher
 from shardwise.comm.job.join import Place, joined
-from shardwise.comm.groups.rank_progress import PROGRESS
 from shardwise.comm.watch.record_writer import RECORDS
-from shardwise.comm.groups.step_flags import StepFlags
 from shardwise.engine.random_states import restore_random_states
 from shardwise.engines import require_engine
-from shardwise.training.launch.failure import report, stalls_reported
-from shardwise.training.launch.folder_lock import locked
+from shardwise.state.checkpoint.checkpoints import Checkpoints
 from shardwise.state.recovery.memory_key import key_for
 from shardwise.state.recovery.newest import newest_state
 from shardwise.state.recovery.recovery import Recovery
 from shardwise.training import run_folder
-from shardwise.training.fitting.auto_plan import ChosenPlan, choose_plan, limit_to_budget
 from shardwise.training.config.config import TrainConfig
-from shardwise.training.loop.loop import run_steps
+from shardwise.training.fitting.auto_plan import ChosenPlan, choose_plan, limit_to_budget
 from shardwise.training.fitting.memory_probe import probe_memory
+from shardwise.training.fitting.ran_out import memory_handled
+from shardwise.training.launch.failure import report, stalls_reported
+from shardwise.training.launch.folder_lock import locked
+from shardwise.training.loop.loop import run_steps
 from shardwise.training.loop.metrics import JsonLines, MetricsRecorder, StepMetrics, TensorBoard, Writer
 from shardwise.training.loop.preemption import preemption
 from shardwise.training.loop.progress import progress_on, say
-from shardwise.training.fitting.ran_out import memory_handled
 from shardwise.training.loop.randomness import deterministic_kernels, seed_everything
+from shardwise.training.loop.training_state import Training
 from shardwise.training.resumed import batch_line, rate_line
 from shardwise.training.setup import open_data, set_up
-from shardwise.training.loop.training_state import Training
 
 # A job that is ending may hold the folder a little longer: the worker processes of a killed rank, up to 5 s.
 _LOCK_SECONDS = 10.0

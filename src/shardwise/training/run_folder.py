@@ -25,18 +25,18 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.autopsy.own_record import clear_records
-from shardwise.state.checkpoint.disk import Disk
-from shardwise.state.checkpoint.folder import checkpoints_in, sweep
 from shardwise.base.errors import InvalidPlan
 from shardwise.base.files.atomic import atomic_write
 from shardwise.base.files.data_file import UnreadableFile, read_json, read_toml
 from shardwise.base.files.form import WrongForm, whole
 from shardwise.base.files.object_path import Location, ObjectPath, location
+from shardwise.base.vocabulary.version import __version__
+from shardwise.comm.autopsy.own_record import clear_records
+from shardwise.state.checkpoint.disk import Disk
+from shardwise.state.checkpoint.folder import checkpoints_in, sweep
 from shardwise.state.recovery.memory_key import forget
 from shardwise.training.config.config import TrainConfig
 from shardwise.training.config.config_section import InvalidConfig
-from shardwise.base.vocabulary.version import __version__
 
 CHECKPOINTS, METRICS, TENSORBOARD = "checkpoints", "metrics.jsonl", "tensorboard"
 MODEL = "model"

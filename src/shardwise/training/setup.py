@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise.base.errors import InvalidData
 from shardwise.comm.groups.collectives import Collectives
 from shardwise.comm.job.join import Place
-from shardwise.training.loading.sampler import DistributedSampler
 from shardwise.engine.optimizer.scaler import GradScaler
 from shardwise.engines import prepare
-from shardwise.base.errors import InvalidData
 from shardwise.models.tasks import Task
-from shardwise.training.loop.batches import Sharing, batches_of, check_size, samples_seen
 from shardwise.training.config.config import TrainConfig
+from shardwise.training.loading.sampler import DistributedSampler
+from shardwise.training.loop.batches import Sharing, batches_of, check_size, samples_seen
 from shardwise.training.loop.optimizers import make_optimizer
 from shardwise.training.loop.randomness import seed_everything
 from shardwise.training.loop.training_state import Training, Update

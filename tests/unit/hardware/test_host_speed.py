@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.doors.cli.app import main
 from shardwise.base.errors import InvalidCluster, InvalidData
+from shardwise.doors.cli.app import main
 from shardwise.hardware import Cluster, Device, cluster_of, device_of
 from shardwise.hardware import host_here as here
 from shardwise.hardware.borrowed import host_factor, kernel_model_of

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.state.checkpoint.hugging_face import GPT2, LLAMA, HuggingFaceLayout
 from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape, LlamaShape, RopeScaling, ViTShape
+from shardwise.state.checkpoint.hugging_face import GPT2, LLAMA, HuggingFaceLayout
 
 transformers = pytest.importorskip("transformers")
 

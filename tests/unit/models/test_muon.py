@@ -11,10 +11,10 @@ from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape
 from shardwise.models.tasks import cross_entropy
 from shardwise.program.spec.block_matrices import block_matrices, is_block_matrix
+from shardwise.program.units import model_spec
 from shardwise.training.config.config import InvalidConfig, TrainConfig
 from shardwise.training.config.config_sections import OptimizerSection
 from shardwise.training.loop.optimizers import make_optimizer
-from shardwise.program.units import model_spec
 
 SHAPE = GPTShape(num_layers=2, width=16, num_heads=2, vocab_size=32, max_seq=8, vocab_multiple=1)
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.checkpoint import Checkpoints, open_checkpoint
-from shardwise.state.checkpoint.padded_rows import vocabularies
 from shardwise.models.catalogue import CATALOGUE, shape_of
 from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape, LlamaShape
 from shardwise.models.tasks import classification_sums, cross_entropy, cross_entropy_of_tokens
+from shardwise.state.checkpoint.padded_rows import vocabularies
 
 GPT = GPTShape(num_layers=2, width=32, num_heads=2, vocab_size=97, max_seq=16)
 LLAMA = LlamaShape(num_layers=2, width=32, num_heads=4, num_kv_heads=2, ffn_width=48, vocab_size=97, max_seq=16)

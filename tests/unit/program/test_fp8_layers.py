@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from shardwise.base.vocabulary.layout import ALIGNMENT, lay_out
 from shardwise.plan import Plan
 from shardwise.program.buffers import flat_specs, gather_bytes, linear_layers, why_not_fp8
 from shardwise.program.spec import TensorSpec, UnitSpec
 from shardwise.program.units import model_spec
-from shardwise.base.vocabulary.layout import ALIGNMENT, lay_out
 
 PLAN = Plan(precision="fp8")
 WEIGHT = TensorSpec(name="blocks.3.up.weight", shape=(4096, 1024), linear=True)

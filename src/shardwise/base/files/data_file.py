@@ -1,7 +1,7 @@
 """Reads JSON, TOML and YAML from files of any source: regular files of a limited size, nesting and number of values.
 
-A file that a user or a stranger can hand over is read here, or by `read_at_most`; tests/unit/base/files/test_data_file.py
-looks for other readers.
+A file that a user or a stranger can hand over is read here, or by `read_at_most`;
+tests/unit/base/files/test_data_file.py looks for other readers.
 
 It opens regular files only: never a FIFO that blocks, an endless device, or a link to another place.
 """

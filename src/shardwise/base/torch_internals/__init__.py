@@ -13,5 +13,5 @@ AttributeError; tests/unit/test_torch_internals.py looks for each of them in the
     _concrete_type                                          of a module of torch.jit
     _parameters, _buffers, _modules, _forward_hooks …       tables and flags that every module or optimizer has
     _init_group                                             of torch's optimizers: each has its own form
-    torch._dynamo                                           in training/launch/warm_start.py, which only imports it early
+    torch._dynamo                                           in training/launch/warm_start.py: imported early
 """

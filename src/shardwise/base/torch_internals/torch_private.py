@@ -5,8 +5,8 @@ the call that we make fits its signature. If torch has changed it, TorchChanged 
 torch, the name, its use, and a tested version. After that it is an attribute of this module, so that a call costs as
 much as torch's own name would. Importing this module imports nothing of torch, and changes nothing in it.
 
-Classes and decorators are taken by `from shardwise.base.torch_internals.torch_private import …`, which looks them up when
-the file is imported; functions by `torch_private.NAME`, which does so at the first call: some exist in CUDA builds
+Classes and decorators are taken by `from shardwise.base.torch_internals.torch_private import …`, which looks them up
+when the file is imported; functions by `torch_private.NAME`, which does so at the first call: some exist in CUDA builds
 only, or import Inductor.
 """
 

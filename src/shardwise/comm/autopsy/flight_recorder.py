@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardwise.comm.autopsy.record import GroupRecord, Issued, RankRecord
 from shardwise.base.errors import InvalidData
 from shardwise.base.files.data_file import UnreadableFile, check_values, parse_json, read_content
+from shardwise.comm.autopsy.record import GroupRecord, Issued, RankRecord
 
 # A dump of 2,000 collectives with their stacks takes about 2 MiB.
 _MOST_BYTES = 1 << 26

@@ -9,12 +9,12 @@ from dataclasses import asdict
 from pathlib import Path
 from reprlib import repr as show
 
-from shardwise.comm.autopsy.record import RankRecord
 from shardwise.base.errors import InvalidData
 from shardwise.base.files.atomic import atomic_write
 from shardwise.base.files.data_file import UnreadableFile, open_to_append, parse_json, read_content, read_json
 from shardwise.base.files.form import WrongForm, anything, table
 from shardwise.base.files.keys import object_of
+from shardwise.comm.autopsy.record import RankRecord
 
 PREFIX = "autopsy-rank-"
 _RESTARTS = "autopsy-restarts.jsonl"

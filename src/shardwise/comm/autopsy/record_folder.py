@@ -4,10 +4,10 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+from shardwise.base.errors import InvalidData
 from shardwise.comm.autopsy.flight_recorder import read_dump
 from shardwise.comm.autopsy.own_record import PREFIX, read_record, read_restarts
 from shardwise.comm.autopsy.record import RankRecord
-from shardwise.base.errors import InvalidData
 
 
 def read_records(folder: Path) -> list[RankRecord]:

@@ -19,12 +19,12 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from shardwise.comm.groups.groups import Group
-from shardwise.comm.groups.rank_progress import meeting_in, waiting_in
-from shardwise.comm.groups.small_collectives import from_first, largest
 from shardwise.base.errors import ShardwiseError
 from shardwise.base.torch_internals import torch_private
 from shardwise.base.torch_internals.torch_private import Store
+from shardwise.comm.groups.groups import Group
+from shardwise.comm.groups.rank_progress import meeting_in, waiting_in
+from shardwise.comm.groups.small_collectives import from_first, largest
 
 T = TypeVar("T")
 

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.groups.groups import Group
-from shardwise.comm.groups.issued import NotedWork
 from shardwise.base.torch_internals import torch_private
 from shardwise.base.torch_internals.torch_private import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
+from shardwise.comm.groups.groups import Group
+from shardwise.comm.groups.issued import NotedWork
 
 
 class Work(Protocol):

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from shardwise.base.torch_internals import torch_private
 from shardwise.comm.groups.issued import IssueLog
 from shardwise.plan.placement import Mesh
-from shardwise.base.torch_internals import torch_private
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.comm.groups.collectives import DONE, Work, own_slice
-from shardwise.comm.groups.groups import Group
 from shardwise.base.errors import InvalidPlan
-from shardwise.plan.placement import Mesh
 from shardwise.base.torch_internals import torch_private
 from shardwise.base.torch_internals.torch_private import HashStore, Store
+from shardwise.comm.groups.collectives import DONE, Work, own_slice
+from shardwise.comm.groups.groups import Group
+from shardwise.plan.placement import Mesh
 
 # Without its lowest bit no byte is NaN in fp8, nor the upper one of a NaN in bf16.
 _NO_NAN = 0xFE

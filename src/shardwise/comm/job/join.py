@@ -18,10 +18,10 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from shardwise.base.errors import ShardwiseError
 from shardwise.comm.job.absent import absent_group
 from shardwise.comm.job.job_environment import Start, rendezvous_of, start_of, why_alone
 from shardwise.comm.job.rendezvous import wait_for_ranks
-from shardwise.base.errors import ShardwiseError
 
 # How long a rank waits by default for the others to join.
 LIMIT_SECONDS = 600.0

@@ -9,10 +9,10 @@ from uuid import uuid4
 
 import torch.distributed as dist
 
-from shardwise.comm.groups.agreement import RanksMissing, about
-from shardwise.comm.job.job_environment import Rendezvous
 from shardwise.base.errors import InvalidJob
 from shardwise.base.torch_internals.torch_private import FileStore, HashStore, PrefixStore, Store, TCPStore
+from shardwise.comm.groups.agreement import RanksMissing, about
+from shardwise.comm.job.job_environment import Rendezvous
 
 _POLL_SECONDS = 0.01
 _HINT = "the output of those ranks says why"

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from shardwise.base.torch_internals.torch_private import PrefixStore, Store
 from shardwise.comm.groups.rank_progress import Standing
 from shardwise.comm.watch.stall import Stall
-from shardwise.base.torch_internals.torch_private import PrefixStore, Store
 
 # The collectives that a rank has issued, in order: comparison of ranks → group → names.
 History = dict[str, dict[str, list[str]]]

@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from shardwise.base.vocabulary.while_alive import WhileAlive, replaced
 from shardwise.comm.autopsy.own_record import write_record
 from shardwise.comm.autopsy.record import GroupRecord, Issued, RankRecord
 from shardwise.comm.groups.agreement import RanksDisagree, RanksMissing
 from shardwise.comm.groups.groups import MeshGroups
-from shardwise.comm.job.job_environment import autopsy_folder
 from shardwise.comm.groups.rank_progress import PROGRESS
-from shardwise.base.vocabulary.while_alive import WhileAlive, replaced
+from shardwise.comm.job.job_environment import autopsy_folder
 
 User = TypeVar("User")
 

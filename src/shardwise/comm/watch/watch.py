@@ -26,19 +26,19 @@ from uuid import uuid4
 
 import torch.distributed as dist
 
-from shardwise.comm.groups.agreement import RanksDisagree
-from shardwise.comm.watch.barrier import in_barrier
-from shardwise.comm.groups.groups import job_timeout
-from shardwise.comm.groups.issued import disagreement, first_difference
-from shardwise.comm.watch.noticeboard import History, Noticeboard
-from shardwise.comm.watch.pace import Pace
-from shardwise.comm.groups.rank_progress import PROGRESS, Standing
-from shardwise.comm.watch.record_writer import RECORDS
-from shardwise.comm.groups.small_collectives import from_first
-from shardwise.comm.watch.stall import Stall, find_missed, find_stall
 from shardwise.base.errors import InvalidPlan, ShardwiseError
 from shardwise.base.torch_internals import torch_private
 from shardwise.base.torch_internals.torch_private import Store
+from shardwise.comm.groups.agreement import RanksDisagree
+from shardwise.comm.groups.groups import job_timeout
+from shardwise.comm.groups.issued import disagreement, first_difference
+from shardwise.comm.groups.rank_progress import PROGRESS, Standing
+from shardwise.comm.groups.small_collectives import from_first
+from shardwise.comm.watch.barrier import in_barrier
+from shardwise.comm.watch.noticeboard import History, Noticeboard
+from shardwise.comm.watch.pace import Pace
+from shardwise.comm.watch.record_writer import RECORDS
+from shardwise.comm.watch.stall import Stall, find_missed, find_stall
 
 # One rank may save, evaluate or download for minutes while the others wait; NCCL gives up after 600 s.
 WATCH_SECONDS = 300.0

@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from shardwise.doors.cli.help_pages import COMMANDS, CommandGroups, GroupedOptions
 from shardwise.base.errors import ShardwiseError
 from shardwise.base.vocabulary.printable import printable_lines
 from shardwise.base.vocabulary.version import __version__
+from shardwise.doors.cli.help_pages import COMMANDS, CommandGroups, GroupedOptions
 
 # Former names of options; they still work, but --help does not show them.
 _FORMER_NAMES = {"--nproc": "--ranks", "--strategies": "--strategy"}

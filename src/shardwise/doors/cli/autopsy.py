@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument
 
+from shardwise.base.vocabulary.printable import printable
 from shardwise.doors.cli.shared_options import AsJson
 from shardwise.doors.cli.terminal import print_line
-from shardwise.base.vocabulary.printable import printable
 
 if TYPE_CHECKING:
     from shardwise.comm.autopsy.findings import Finding

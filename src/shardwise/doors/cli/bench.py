@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Exit, Option
 
+from shardwise.base.errors import InvalidCluster, ShardwiseError
 from shardwise.doors.cli.plan_options import comma_separated, expand_all, strategy_names
 from shardwise.doors.cli.shared_options import AsJson, RanksHere, Settings, option_words
 from shardwise.doors.cli.train import ranks_to_start
-from shardwise.base.errors import InvalidCluster, ShardwiseError
 from shardwise.plan.placement import STRATEGIES
 from shardwise.training.config.config import TrainConfig, load_config
 from shardwise.training.config.config_section import InvalidConfig
@@ -107,11 +107,11 @@ def _cases(config: TrainConfig, *, engines: str, strategies: str) -> "list[Case]
 
 def _predicted(asked: "Asked", *, cluster: str | None, devices: Path | None) -> "Asked":
     """Add the planner's predictions of the cases and of more devices; if there are none, standard error says why."""
+    from shardwise.hardware.host_here import probed_cluster
     from shardwise.measure.bench.modes import is_ours
     from shardwise.measure.bench.prediction import PLANNED_ENGINES, cluster_here, forecast_of
-    from shardwise.hardware.host_here import probed_cluster
-    from shardwise.planner.time.compute import can_time
     from shardwise.measure.report.text.costs import scaling_data
+    from shardwise.planner.time.compute import can_time
 
     title, capacity_bytes = _device(asked.config)
     device = "cpu" if title == "cpu" else "cuda"

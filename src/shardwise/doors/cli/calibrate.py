@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from shardwise.doors.cli.shared_options import DeviceKind, device_kind
-from shardwise.doors.cli.terminal import check_output
 from shardwise.base.errors import InvalidCluster, InvalidData
 from shardwise.base.files.data_file import UnreadableFile, read_json
+from shardwise.doors.cli.shared_options import DeviceKind, device_kind
+from shardwise.doors.cli.terminal import check_output
 
 
 def calibrate(

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option, Typer
 
-from shardwise.doors.cli.help_pages import GroupedOptions
 from shardwise.base.errors import InvalidData
 from shardwise.base.files.object_path import Location, ObjectPath, location
 from shardwise.base.vocabulary.printable import printable
+from shardwise.doors.cli.help_pages import GroupedOptions
 
 if TYPE_CHECKING:
     from shardwise.state.checkpoint.manifest import Manifest
@@ -68,9 +68,9 @@ def inspect(
 @checkpoint.command(cls=GroupedOptions)
 def verify(path: PathArgument) -> None:
     """Compare all files of one or more checkpoints with their checksums."""
+    from shardwise.base.errors import CheckpointError
     from shardwise.state.checkpoint.folder import checkpoints_in
     from shardwise.state.checkpoint.verify import verify as verify_one
-    from shardwise.base.errors import CheckpointError
 
     found = checkpoints_in(_folder(path)) or [_chosen(path)]
     damaged = []
@@ -100,8 +100,8 @@ def export(
     if there is not None and there.exists() and not force:
         raise InvalidData(f"{there} exists; --force replaces it")
 
-    from shardwise.state.checkpoint.export import export_weights
     from shardwise.engine.core.precision import planned_dtype
+    from shardwise.state.checkpoint.export import export_weights
 
     written = export_weights(
         _chosen(path),

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument
 
+from shardwise.base.vocabulary.quantities import GIB, significant
 from shardwise.doors.cli.shared_options import AsJson
 from shardwise.hardware.calibration import shipped_calibration
 from shardwise.hardware.device import Device, Link, device_of, links
 from shardwise.hardware.device import devices as all_devices
 from shardwise.hardware.sourced import Sourced
 from shardwise.measure.report.text.plain_table import plain_table
-from shardwise.base.vocabulary.quantities import GIB, significant
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Exit, Option
 
+from shardwise.base.errors import InvalidPlan, ShardwiseError
+from shardwise.base.vocabulary.printable import printable, printable_lines
 from shardwise.doors.cli.own_files import describe_own
 from shardwise.doors.cli.shared_options import SampleLength
-from shardwise.base.errors import InvalidPlan, ShardwiseError
 from shardwise.plan import Plan
 from shardwise.plan.placement import placement_of
-from shardwise.base.vocabulary.printable import printable, printable_lines
 
 if TYPE_CHECKING:
     from shardwise.doors.interchange.foreign_setup import ForeignSetup
@@ -52,11 +52,11 @@ def doctor(
     if is_known:
         _show(setup, path)
     if model and is_known:
-        from shardwise.hardware.cluster import parse_cluster
-        from shardwise.doors.interchange.predicted import predict
-        from shardwise.models.reference import Model
-        from shardwise.measure.report.text.fp8_table import fp8_lines
         from shardwise.base.vocabulary.quantities import bytes_text
+        from shardwise.doors.interchange.predicted import predict
+        from shardwise.hardware.cluster import parse_cluster
+        from shardwise.measure.report.text.fp8_table import fp8_lines
+        from shardwise.models.reference import Model
 
         spec_for = Model(model, seq=seq).spec_for
         for line in fp8_lines(spec_for(setup.planned), plan=setup.planned):

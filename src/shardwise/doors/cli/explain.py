@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
+from shardwise.base.errors import InvalidPlan, UnknownName
 from shardwise.doors.cli.shared_options import AsJson, Units
 from shardwise.doors.cli.terminal import status_line
-from shardwise.base.errors import InvalidPlan, UnknownName
 from shardwise.plan.patterns import AUTO_UNITS
 from shardwise.plan.placement import ACROSS, STRATEGIES, Mesh, resolve_strategy
 
@@ -47,9 +47,9 @@ def explain(
 
         _show(ring_as_data(num_ranks=ranks) if as_json else explain_ring(num_ranks=ranks))
         return
-    from shardwise.plan import Plan
     from shardwise.measure.report.text.step_picture import explain as explain_step
     from shardwise.measure.report.text.step_picture import explain_as_data
+    from shardwise.plan import Plan
 
     mesh = Mesh(replicate=replicate, shard=ranks // replicate)
     drawn = explain_as_data if as_json else explain_step
@@ -59,8 +59,8 @@ def explain(
 
 def _explain_file(path: str, *, model: str | None, ranks: int, as_json: bool) -> None:
     """Explain a plan file on the model that it was made for; its mesh, if it has one, gives the number of ranks."""
-    from shardwise.plan import Plan
     from shardwise.measure.report.text.plan_picture import explain_plan, plan_as_data
+    from shardwise.plan import Plan
 
     plan = Plan.load(path)
     per_unit = [plan.overrides, plan.recompute_overrides, plan.offload_states, plan.offload_activations]
@@ -71,8 +71,8 @@ def _explain_file(path: str, *, model: str | None, ranks: int, as_json: bool) ->
 
 
 def _spec(model: str | None, *, plan: "Plan") -> "ModelSpec":
-    from shardwise.models.reference import Model
     from shardwise.measure.report.text.step_picture import picture_model
+    from shardwise.models.reference import Model
 
     if model is None and plan.units != AUTO_UNITS:
         raise InvalidPlan(f"units = {plan.units!r}: name the model that is cut with --model")

@@ -4,6 +4,8 @@ import json
 
 from typer import Exit
 
+from shardwise.base.errors import InvalidPlan
+from shardwise.base.vocabulary.collection import without_collection
 from shardwise.doors.cli import plan_flags as flags
 from shardwise.doors.cli.plan_options import PlanOptions
 from shardwise.doors.cli.plan_question import PAGE_CLUSTER, PAGE_MODEL, question_of
@@ -19,9 +21,7 @@ from shardwise.doors.cli.shared_options import (
     SavedPlan,
     Units,
 )
-from shardwise.base.errors import InvalidPlan
 from shardwise.plan.patterns import AUTO_UNITS
-from shardwise.base.vocabulary.collection import without_collection
 
 
 def plan(

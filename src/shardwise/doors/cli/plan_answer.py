@@ -6,9 +6,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.doors.cli.plan_options import PlanOptions, strategies_for_engine, strategy_names
 from shardwise.base.errors import InvalidPlan
+from shardwise.base.vocabulary.span import Span
+from shardwise.doors.cli.plan_options import PlanOptions, strategies_for_engine, strategy_names
 from shardwise.hardware.cluster import with_budget
+from shardwise.measure.report.text.verdict import no_fit, reasons
 from shardwise.models.reference import Model
 from shardwise.plan import Plan
 from shardwise.plan.placement import AUTO, STRATEGIES
@@ -18,8 +20,6 @@ from shardwise.planner.search.request import AutoRequest, NoPlanFits
 from shardwise.planner.systems import OWN, System
 from shardwise.planner.time.band import needed_bytes_per_s
 from shardwise.planner.time.step_time import job_on, timeline
-from shardwise.measure.report.text.verdict import no_fit, reasons
-from shardwise.base.vocabulary.span import Span
 
 if TYPE_CHECKING:
     from shardwise.planner.search.frontier import FrontierPoint

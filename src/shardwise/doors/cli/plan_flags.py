@@ -5,9 +5,9 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+from shardwise.base.vocabulary.quantities import SIZE_EXAMPLE
 from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.systems import SYSTEMS
-from shardwise.base.vocabulary.quantities import SIZE_EXAMPLE
 
 Model = Annotated[
     str | None,

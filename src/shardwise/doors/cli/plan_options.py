@@ -7,12 +7,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.doors.cli.shared_options import OPTIMIZERS
 from shardwise.base.errors import InvalidPlan, UnknownName
+from shardwise.base.vocabulary.quantities import byte_count
+from shardwise.doors.cli.shared_options import OPTIMIZERS
 from shardwise.plan.limits import strategies_of
 from shardwise.plan.patterns import AUTO_UNITS
 from shardwise.plan.placement import AUTO, STRATEGIES, Mesh, resolve_strategy
-from shardwise.base.vocabulary.quantities import byte_count
 
 if TYPE_CHECKING:
     from shardwise.hardware import Cluster

@@ -3,13 +3,9 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from shardwise.base.vocabulary.quantities import GIB, digits, fixed_text, step_seconds_text
 from shardwise.doors.cli.plan_answer import PlanAnswer
 from shardwise.hardware.device import CURRENT
-from shardwise.plan.patterns import AUTO_UNITS
-from shardwise.planner.memory.states import needs_whole_matrices
-from shardwise.planner.search.candidates import Candidate
-from shardwise.planner.time.host_link import PINNED_BYTES_PER_S
-from shardwise.planner.time.step_time import why_not_timed
 from shardwise.measure.report.text.budgets import frontier_data, frontier_table, training_data, training_table
 from shardwise.measure.report.text.costs import as_data as candidate_data
 from shardwise.measure.report.text.costs import as_table, scaling_data, scaling_table
@@ -17,8 +13,12 @@ from shardwise.measure.report.text.plain_table import legend
 from shardwise.measure.report.text.queue_lanes import as_data as spans_as_data
 from shardwise.measure.report.text.queue_lanes import as_lanes
 from shardwise.measure.report.text.verdict import verdict
+from shardwise.plan.patterns import AUTO_UNITS
+from shardwise.planner.memory.states import needs_whole_matrices
+from shardwise.planner.search.candidates import Candidate
+from shardwise.planner.time.host_link import PINNED_BYTES_PER_S
+from shardwise.planner.time.step_time import why_not_timed
 from shardwise.program.spec.model import why_hardly_cut
-from shardwise.base.vocabulary.quantities import GIB, digits, fixed_text, step_seconds_text
 
 
 def as_data(shown: PlanAnswer) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 import webbrowser
 
+from shardwise.base.errors import InvalidPlan
 from shardwise.doors.cli.plan_options import PlanOptions
 from shardwise.doors.cli.plan_service import PlanService
-from shardwise.base.errors import InvalidPlan
 from shardwise.measure.report.planner_page.planner_server import PlannerServer
 
 

@@ -10,11 +10,11 @@ from shardwise.doors.cli.plan_options import PlanOptions
 from shardwise.doors.cli.plan_output import as_data, remarks
 from shardwise.doors.cli.plan_settings import as_settings
 from shardwise.hardware import Cluster
+from shardwise.measure.report.text.queue_lanes import as_data as spans_as_data
+from shardwise.measure.report.text.verdict import name_of
 from shardwise.planner.search.candidates import Candidate
 from shardwise.planner.search.recommend import best_of
 from shardwise.planner.time.step_time import timeline
-from shardwise.measure.report.text.queue_lanes import as_data as spans_as_data
-from shardwise.measure.report.text.verdict import name_of
 
 
 def answer_data(found: PlanAnswer, *, options: PlanOptions, chosen: str) -> dict[str, Any]:

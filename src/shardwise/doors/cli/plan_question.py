@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from shardwise.base.errors import InvalidPlan, UnknownName
+from shardwise.base.vocabulary.quantities import byte_count
 from shardwise.doors.cli.plan_options import (
     PlanOptions,
     check_names,
@@ -17,13 +19,11 @@ from shardwise.doors.cli.plan_options import (
     parse_tile,
 )
 from shardwise.doors.cli.terminal import status_line
-from shardwise.base.errors import InvalidPlan, UnknownName
 from shardwise.models.specs.spec_request import adaptation_of
 from shardwise.plan.limits import LIMITS, EngineLimits
 from shardwise.plan.placement import ACROSS
 from shardwise.planner.systems import System, system_of
 from shardwise.program.spec.losses import LEAN, LOSSES, USUAL
-from shardwise.base.vocabulary.quantities import byte_count
 
 if TYPE_CHECKING:
     from shardwise.doors.cli.plan_answer import PlanQuestion, WayOut

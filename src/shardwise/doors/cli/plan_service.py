@@ -10,19 +10,23 @@ from dataclasses import replace
 from threading import Lock
 from typing import Any
 
+from shardwise.base.errors import InvalidPlan
+from shardwise.base.vocabulary.collection import without_collection
 from shardwise.doors.cli.plan_answer import PlanAnswer, PlanQuestion, answer
 from shardwise.doors.cli.plan_options import PlanOptions
 from shardwise.doors.cli.plan_page_data import answer_data, chosen_row
 from shardwise.doors.cli.plan_question import cluster_for, model_for, question_of
 from shardwise.doors.cli.plan_settings import as_settings, asked_options
-from shardwise.base.errors import InvalidPlan
+from shardwise.doors.interchange.exported import JobShape
+from shardwise.doors.interchange.targets import TARGETS
+from shardwise.doors.interchange.targets import export as exported_for
 from shardwise.hardware import Cluster, Device
 from shardwise.hardware.cluster import parse_cluster
 from shardwise.hardware.device import devices
 from shardwise.hardware.prices import prices
-from shardwise.doors.interchange.exported import JobShape
-from shardwise.doors.interchange.targets import TARGETS
-from shardwise.doors.interchange.targets import export as exported_for
+from shardwise.measure.report.planner_page.planner_document import planner_page, saved_page
+from shardwise.measure.report.planner_page.planner_server import Answers, Asked, Document, Superseded
+from shardwise.measure.report.text.budgets import frontier_data
 from shardwise.models.catalogue import CATALOGUE
 from shardwise.models.reference import Model
 from shardwise.plan import Plan
@@ -31,11 +35,7 @@ from shardwise.planner.search.frontier import fixed_frontier
 from shardwise.planner.search.request import RECOMPUTES
 from shardwise.planner.time.collective import can_link
 from shardwise.planner.time.compute import can_time
-from shardwise.measure.report.planner_page.planner_document import planner_page, saved_page
-from shardwise.measure.report.planner_page.planner_server import Answers, Asked, Document, Superseded
-from shardwise.measure.report.text.budgets import frontier_data
 from shardwise.program.spec import ModelSpec
-from shardwise.base.vocabulary.collection import without_collection
 
 PER_NODE = 8
 _COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 128, 256, 512, 1024)

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from shardwise.doors.cli.plan_options import PlanOptions
 from shardwise.base.errors import InvalidPlan, UnknownName
+from shardwise.doors.cli.plan_options import PlanOptions
 
 
 def _text(value: str) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
+from shardwise.base.errors import InvalidModel, InvalidPlan
 from shardwise.doors.cli.plan_options import check_names, strategies_for_engine
 from shardwise.doors.cli.shared_options import (
     AsJson,
@@ -21,7 +22,6 @@ from shardwise.doors.cli.shared_options import (
     device_kind,
 )
 from shardwise.doors.cli.terminal import check_output, print_line, status_line
-from shardwise.base.errors import InvalidModel, InvalidPlan
 from shardwise.plan.patterns import AUTO_UNITS
 from shardwise.plan.placement import STRATEGIES
 
@@ -65,8 +65,8 @@ def profile(
 
     if kind_of(model)[0] == "params":
         raise InvalidModel(f"{model}: a parameter count cannot be run; shardwise plan predicts its states")
-    from shardwise.plan import Plan
     from shardwise.measure.profile.rehearsal import Rehearsal
+    from shardwise.plan import Plan
 
     where = device_kind(device, on_cpu="runs on the CPU")
     plan = Plan(
@@ -100,9 +100,9 @@ def profile(
 
 
 def _profiles(rehearsal: "Rehearsal", *, strategies: Sequence[str]) -> "list[Profile]":
-    from shardwise.models.reference import Model
     from shardwise.measure.profile.compare import profile as profile_all
     from shardwise.measure.profile.rehearsal import Measured, Rehearsal, rehearse_apart
+    from shardwise.models.reference import Model
 
     with status_line("Starting …") as show_status:
 

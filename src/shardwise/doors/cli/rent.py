@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Exit, Option
 
+from shardwise.base.errors import InvalidPlan
+from shardwise.base.vocabulary.collection import without_collection
+from shardwise.base.vocabulary.quantities import SIZE_EXAMPLE
 from shardwise.doors.cli.plan_options import check_names, parse_count, parse_host_memory
 from shardwise.doors.cli.shared_options import (
     AsJson,
@@ -19,10 +22,7 @@ from shardwise.doors.cli.shared_options import (
     Units,
 )
 from shardwise.doors.cli.terminal import status_line
-from shardwise.base.errors import InvalidPlan
 from shardwise.plan.patterns import AUTO_UNITS
-from shardwise.base.vocabulary.collection import without_collection
-from shardwise.base.vocabulary.quantities import SIZE_EXAMPLE
 
 if TYPE_CHECKING:
     from shardwise.hardware.prices import Price
@@ -61,11 +61,11 @@ def rent(
     check_names(optimizer=optimizer)
     from shardwise.hardware.device import device_of
     from shardwise.hardware.prices import prices
+    from shardwise.measure.report.text.rented import rental_data
     from shardwise.models.reference import Model
     from shardwise.models.specs.spec_request import adaptation_of
     from shardwise.plan import Plan
     from shardwise.planner.search.rent import LOOKS, Wish, recommended, rentals
-    from shardwise.measure.report.text.rented import rental_data
 
     num_tokens = parse_count(tokens, option="--tokens")
     assert num_tokens is not None

@@ -6,8 +6,8 @@ from typing import Annotated
 
 from typer import Argument, Exit, Option
 
-from shardwise.doors.cli.shared_options import RanksHere, Settings, option_words
 from shardwise.base.files.keys import reference
+from shardwise.doors.cli.shared_options import RanksHere, Settings, option_words
 from shardwise.training.config.config import SECTIONS, TrainConfig, load_config
 from shardwise.training.config.config_section import InvalidConfig
 

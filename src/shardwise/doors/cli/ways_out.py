@@ -4,9 +4,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 
+from shardwise.base.errors import ShardwiseError
+from shardwise.base.vocabulary.quantities import GIB, fixed_text
 from shardwise.doors.cli.plan_answer import PlanQuestion, WayOut, fixed_candidates
 from shardwise.doors.cli.plan_options import PlanOptions
-from shardwise.base.errors import ShardwiseError
 from shardwise.hardware import Cluster
 from shardwise.hardware.prices import prices
 from shardwise.plan.limits import LIMITS
@@ -15,7 +16,6 @@ from shardwise.planner.search.candidates import Candidate
 from shardwise.planner.search.larger_clusters import larger_clusters
 from shardwise.planner.search.recommend import best_of
 from shardwise.planner.search.rent import best_in_host_memory
-from shardwise.base.vocabulary.quantities import GIB, fixed_text
 
 MOST = 4
 """The most ways out that are shown."""

@@ -13,12 +13,12 @@ from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.engines import accumulate, clip_grad_norm_, clip_grad_value_
 from shardwise.base.errors import InvalidPlan
+from shardwise.base.vocabulary.tested_versions import warn_if_untested
 from shardwise.doors.integrations.asked_plan import asked_plan
 from shardwise.doors.integrations.prepared_models import PreparedModels
+from shardwise.engines import accumulate, clip_grad_norm_, clip_grad_value_
 from shardwise.plan import Plan
-from shardwise.base.vocabulary.tested_versions import warn_if_untested
 
 
 class _Accumulation(_BackwardSyncControl):  # type: ignore[misc]

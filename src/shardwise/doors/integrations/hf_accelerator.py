@@ -17,13 +17,13 @@ from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.engines import clip_grad_norm_
 from shardwise.base.errors import InvalidModel, InvalidPlan
+from shardwise.base.vocabulary.tested_versions import warn_if_untested
 from shardwise.doors.integrations.asked_plan import asked_plan
 from shardwise.doors.integrations.loss_parameters import announce_loss
 from shardwise.doors.integrations.prepared_models import PreparedModels
+from shardwise.engines import clip_grad_norm_
 from shardwise.plan import Plan
-from shardwise.base.vocabulary.tested_versions import warn_if_untested
 
 # Distributed types of Accelerate that are other engines.
 _OTHER_ENGINES = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")

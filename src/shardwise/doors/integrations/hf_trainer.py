@@ -17,16 +17,16 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import CONFIG_NAME, Trainer
 
-from shardwise.engine.guards.refuse import refuse_loaded_sharded
-from shardwise.engines import find_engine, whole
 from shardwise.base.errors import InvalidModel
+from shardwise.base.vocabulary.tested_versions import warn_if_untested
 from shardwise.doors.integrations.hf_accelerator import ShardwiseAccelerator
 from shardwise.doors.integrations.loss_parameters import hold_loss_parameters, without_loss_parameters
 from shardwise.doors.integrations.trainer_arguments import checked_plan
 from shardwise.doors.integrations.trainer_auto import solved_plan
 from shardwise.doors.integrations.trainer_recovery import TrainerRecovery
+from shardwise.engine.guards.refuse import refuse_loaded_sharded
+from shardwise.engines import find_engine, whole
 from shardwise.plan import Plan
-from shardwise.base.vocabulary.tested_versions import warn_if_untested
 
 _CHOOSE = "trainer.train() chooses it from the first batch; to evaluate or predict before that, name a strategy"
 

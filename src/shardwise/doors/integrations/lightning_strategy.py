@@ -15,14 +15,14 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
-from shardwise.engine.prepared.forward_method import run_inside_forward, run_with_backward
-from shardwise.engines import accumulate, clip_grad_norm_, clip_grad_value_
 from shardwise.base.errors import InvalidPlan
+from shardwise.base.vocabulary.tested_versions import warn_if_untested
 from shardwise.doors.integrations.asked_plan import asked_plan
 from shardwise.doors.integrations.lightning_parameters import refuse_averages, show_parameters, use_own_methods
 from shardwise.doors.integrations.prepared_models import PreparedModels
+from shardwise.engine.prepared.forward_method import run_inside_forward, run_with_backward
+from shardwise.engines import accumulate, clip_grad_norm_, clip_grad_value_
 from shardwise.plan import Plan
-from shardwise.base.vocabulary.tested_versions import warn_if_untested
 
 
 class ShardwisePrecision(Precision):  # type: ignore[misc]

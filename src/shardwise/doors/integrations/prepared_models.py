@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardwise.engines import find_engine, prepare, require_engine
 from shardwise.base.errors import InvalidModel, InvalidPlan
+from shardwise.engines import find_engine, prepare, require_engine
 from shardwise.plan import Plan
 
 

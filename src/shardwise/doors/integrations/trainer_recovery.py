@@ -16,14 +16,14 @@ from torch.optim import Optimizer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
-from shardwise.state.checkpoint.checkpoints import Loaded
-from shardwise.comm.groups.agreement import exchange
-from shardwise.comm.job.join import join_job
-from shardwise.comm.groups.step_flags import StepFlags
-from shardwise.engine.random_states import random_states, restore_random_states
 from shardwise.base.errors import CheckpointError
 from shardwise.base.files.data_file import UnreadableFile, parse_json, read_json, read_text
 from shardwise.base.files.form import WrongForm, whole
+from shardwise.comm.groups.agreement import exchange
+from shardwise.comm.groups.step_flags import StepFlags
+from shardwise.comm.job.join import join_job
+from shardwise.engine.random_states import random_states, restore_random_states
+from shardwise.state.checkpoint.checkpoints import Loaded
 from shardwise.state.recovery.finding import Generation
 from shardwise.state.recovery.memory_key import key_for
 from shardwise.state.recovery.recovery import Recovery

@@ -3,14 +3,14 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from shardwise.hardware import Cluster
+from shardwise.base.vocabulary.quantities import bytes_text
 from shardwise.doors.interchange.foreign_setup import ForeignSetup
 from shardwise.doors.interchange.mistakes import Mistake
+from shardwise.hardware import Cluster
 from shardwise.plan import Plan
 from shardwise.plan.placement import ACROSS, placement_of
 from shardwise.planner.search.candidates import Candidate, SpecFor, cost
 from shardwise.planner.systems import system_of
-from shardwise.base.vocabulary.quantities import bytes_text
 
 # A step is host-bound if issuing it takes more than this share of its time.
 _HOST_BOUND = 0.9

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
-from shardwise.engine.activations.recompute import replace_forward
 from shardwise.base.errors import InvalidModel
+from shardwise.engine.activations.recompute import replace_forward
 from shardwise.plan import Plan
 from shardwise.program.spec import ROOT
 

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from shardwise.base.torch_internals import torch_private
 from shardwise.engine.activations.recompute import checkpoint_of, is_recomputed, replace_forward, saved_hooks
 from shardwise.engine.activations.saved import Kept, SavedTensor, detach
 from shardwise.engine.core.parameters import unguarded
 from shardwise.engine.offload.transfer import Lane, lane_of
 from shardwise.program.rules.context import MOST_SAVED, overdue
-from shardwise.base.torch_internals import torch_private
 
 # It is cheaper to keep smaller storages than to copy them.
 _LEAST_BYTES_ON_GPU = 2**20

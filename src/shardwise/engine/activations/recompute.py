@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from shardwise.base.errors import InvalidModel
+from shardwise.base.torch_internals import torch_private
 from shardwise.engine.activations.saved import Kept, SavedTensor
 from shardwise.engine.activations.selective import Give, Keep, Products
 from shardwise.engine.activations.unit_state import UnitState
 from shardwise.engine.core.parameters import unguarded
-from shardwise.base.errors import InvalidModel
-from shardwise.base.torch_internals import torch_private
 
 
 def recompute_unit(module: nn.Module, *, mode: str, pack: Callable[[Tensor], SavedTensor] = Kept) -> Callable[[], None]:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardwise.engine.activations.saved import Kept, SavedTensor
 from shardwise.base.torch_internals import torch_private
 from shardwise.base.torch_internals.torch_private import OpOverload, TorchDispatchMode
+from shardwise.engine.activations.saved import Kept, SavedTensor
 
 _PRODUCTS = frozenset(
     f"aten::{name}"

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from shardwise.engine.activations.recompute import draws_nothing, replace_forward
-from shardwise.engine.activations.selective import keeping_no_products
-from shardwise.engine.activations.tiled_logits import TiledLogits
 from shardwise.base.errors import InvalidModel, InvalidPlan
-from shardwise.plan.patterns import Patterns, unmatched
 from shardwise.base.torch_internals import torch_private
 from shardwise.base.torch_internals.torch_private import disable_dynamo
 from shardwise.base.vocabulary.heads import HEADS
+from shardwise.engine.activations.recompute import draws_nothing, replace_forward
+from shardwise.engine.activations.selective import keeping_no_products
+from shardwise.engine.activations.tiled_logits import TiledLogits
+from shardwise.plan.patterns import Patterns, unmatched
 
 TokenFunction = Callable[..., Tensor]
 """Of one tensor (…, tokens, features) or several, to a tensor of the same tokens."""

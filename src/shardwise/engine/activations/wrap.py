@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
+from shardwise.base.vocabulary.dtypes import PRECISIONS
 from shardwise.engine.activations.compiled_units import compile_units
 from shardwise.engine.activations.offload import ActivationOffload, offload_unit
 from shardwise.engine.activations.recompute import recompute_unit
@@ -13,7 +14,6 @@ from shardwise.engine.activations.tiled import tile_modules
 from shardwise.engine.core.precision import torch_dtype
 from shardwise.engine.core.unit import Unit
 from shardwise.plan import Plan
-from shardwise.base.vocabulary.dtypes import PRECISIONS
 
 
 def wrap_units(

@@ -6,13 +6,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise.base.errors import InvalidData, ShardwiseError
 from shardwise.comm.groups.collectives import as_moved
 from shardwise.comm.groups.groups import MeshGroups
 from shardwise.comm.groups.issued import CollectiveName
 from shardwise.engine.core.core_setting import CoreSetting
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.inference_tensors import normal
-from shardwise.base.errors import InvalidData, ShardwiseError
 from shardwise.program import Kind
 from shardwise.program.spec import ROOT
 from shardwise.program.units.materialize import initialiser, materialize_module

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.base.errors import ShardwiseError
+from shardwise.base.torch_internals.torch_private import disable_dynamo
 from shardwise.comm.groups.rank_progress import BACKWARD, FORWARD, PROGRESS
 from shardwise.engine.core import step_errors
 from shardwise.engine.core.broadcast import broadcast_buffers
@@ -27,10 +29,8 @@ from shardwise.engine.core.step_events import announce
 from shardwise.engine.core.step_state import Move, Phase, StepState
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.hooks.step_hooks import StepHooks
-from shardwise.base.errors import ShardwiseError
 from shardwise.program import Trigger
 from shardwise.program.spec import ROOT, UNANNOUNCED, ModelSpec
-from shardwise.base.torch_internals.torch_private import disable_dynamo
 
 
 class Core:

@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from shardwise.base.errors import InvalidModel
+from shardwise.base.vocabulary.layout import ALIGNMENT
 from shardwise.comm.groups.collectives import Collectives
 from shardwise.comm.groups.groups import MeshGroups
 from shardwise.engine.core.guests import HostMemory, NarrowBuffer, WorkBeside
 from shardwise.engine.core.step_events import StepEvents, Tape
-from shardwise.base.errors import InvalidModel
 from shardwise.plan import Plan
 from shardwise.program.spec import ModelSpec
-from shardwise.base.vocabulary.layout import ALIGNMENT
 
 
 @dataclass(slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
+from shardwise.base.vocabulary.layout import ALIGNMENT
 from shardwise.comm.groups.collectives import own_slice
 from shardwise.comm.groups.issued import CollectiveName
 from shardwise.engine.core.core_setting import CoreSetting
@@ -24,7 +25,6 @@ from shardwise.engine.core.master import Master
 from shardwise.engine.core.precision import torch_dtype
 from shardwise.plan.placement import Placement
 from shardwise.program.buffers import FlatSpec
-from shardwise.base.vocabulary.layout import ALIGNMENT
 
 FOR_STATE = CollectiveName("gather for a state dict")
 

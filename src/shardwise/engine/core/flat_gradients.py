@@ -12,11 +12,11 @@ from collections.abc import Set as AbstractSet
 import torch
 from torch import Tensor, nn
 
+from shardwise.base.vocabulary.layout import BufferCut, cut_out
 from shardwise.engine.core.full_buffer import FullBuffer, cut_pieces
 from shardwise.engine.core.master import Master, Owned
 from shardwise.engine.core.parameters import set_grad, unguarded
 from shardwise.plan.placement import Placement
-from shardwise.base.vocabulary.layout import BufferCut, cut_out
 
 
 class Gradients:

@@ -5,6 +5,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import partial
 
+from shardwise.base.errors import InvalidModel
 from shardwise.comm.groups.agreement import distinct, meet
 from shardwise.engine.core.bucket import ReduceBucket
 from shardwise.engine.core.core_setting import CoreSetting
@@ -12,7 +13,6 @@ from shardwise.engine.core.evaluation_gathers import EvaluationGathers
 from shardwise.engine.core.executor import EngineExecutor
 from shardwise.engine.core.first_forward import FirstForward, Observation, learned
 from shardwise.engine.core.unit import Unit
-from shardwise.base.errors import InvalidModel
 from shardwise.plan import Plan
 from shardwise.program import StepProgram, build, context_of
 from shardwise.program.rules.demand import agreed

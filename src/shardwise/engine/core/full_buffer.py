@@ -11,11 +11,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+from shardwise.base.vocabulary.layout import BufferCut, Layout
 from shardwise.comm.groups.groups import MeshGroups
 from shardwise.engine.core.guests import HostMemory, NarrowBuffer
 from shardwise.engine.core.master import Gathered, Master
 from shardwise.plan.placement import SHARDED, Where
-from shardwise.base.vocabulary.layout import BufferCut, Layout
 
 _AT_ONCE: AbstractContextManager[None] = nullcontext()
 

@@ -16,12 +16,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from shardwise.base.errors import InvalidModel
+from shardwise.base.torch_internals.torch_private import disable_dynamo
 from shardwise.comm.groups.rank_progress import PROGRESS, UPDATE
 from shardwise.engine.core.core import Core
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.step_errors import frozen_has_gradient
-from shardwise.base.errors import InvalidModel
-from shardwise.base.torch_internals.torch_private import disable_dynamo
 
 
 class StepClosure:

@@ -10,11 +10,11 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._pytree import tree_map_only
 
 from shardwise.base.errors import InvalidPlan
+from shardwise.base.vocabulary.dtypes import PRECISIONS
 from shardwise.plan import Plan
 from shardwise.plan.patterns import unmatched
 from shardwise.program.spec import ModelSpec
 from shardwise.program.units import called_modules
-from shardwise.base.vocabulary.dtypes import PRECISIONS
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from shardwise.base.torch_internals import torch_private
 from shardwise.engine.core import step_errors
 from shardwise.engine.core.unit import Unit
-from shardwise.base.torch_internals import torch_private
 
 
 def leave_to_autograd(units: Iterable[Unit]) -> None:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardwise.base.torch_internals import torch_private
+from shardwise.base.vocabulary.layout import BufferPiece
 from shardwise.comm.groups.collectives import Work, own_slice
 from shardwise.comm.groups.groups import Group
 from shardwise.engine.core.core_setting import GradientMemory
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.full_buffer import cut_pieces
-from shardwise.base.torch_internals import torch_private
-from shardwise.base.vocabulary.layout import BufferPiece
 
 
 class Segment:

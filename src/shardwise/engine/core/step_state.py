@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from shardwise.base.errors import ShardwiseError
 from shardwise.engine.core import step_errors
 from shardwise.engine.hooks.step_hooks import recomputing
-from shardwise.base.errors import ShardwiseError
 
 
 class Phase(Enum):

@@ -13,8 +13,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from shardwise.engine.fp8.casts import E4M3
 from shardwise.base.vocabulary.layout import Layout
+from shardwise.engine.fp8.casts import E4M3
 
 
 class Fp8Bytes:

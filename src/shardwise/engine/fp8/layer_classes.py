@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.base.errors import InvalidPlan
 from shardwise.engine.core.core import Core
 from shardwise.engine.fp8.fp8_scales import Fp8Scales
 from shardwise.engine.fp8.linear import Fp8Linear, GatheredLinear, RowwiseLinear, TensorwiseLinear, fp8_class
-from shardwise.base.errors import InvalidPlan
 from shardwise.plan import Plan
 from shardwise.program.buffers import linear_layers, why_no_layer
 from shardwise.program.spec import ModelSpec

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardwise.engine.fp8.casts import E4M3, E5M2, Fp8Values, cast, cast_by, reciprocal
 from shardwise.base.errors import ShardwiseError
+from shardwise.engine.fp8.casts import E4M3, E5M2, Fp8Values, cast, cast_by, reciprocal
 from shardwise.program.buffers import MULTIPLE
 
 

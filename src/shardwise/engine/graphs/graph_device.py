@@ -7,12 +7,12 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from shardwise.base.vocabulary.collection import without_collection
 from shardwise.engine.activations.recompute import without_random_numbers
 from shardwise.engine.graphs.graph_fills import fill_by_kernels
 from shardwise.engine.graphs.graph_pool import GraphPool
 from shardwise.engine.graphs.not_captured import NotCaptured, in_one_line
 from shardwise.engine.graphs.static_place import StaticPlace, uninitialised
-from shardwise.base.vocabulary.collection import without_collection
 
 Result = TypeVar("Result")
 

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.base.torch_internals import torch_private
 from shardwise.engine.core.flat_gradients import Gradients
 from shardwise.engine.core.parameters import unguarded
 from shardwise.engine.graphs.static_place import StaticPlace
 from shardwise.engine.hooks.step_hooks import UnitGrads
-from shardwise.base.torch_internals import torch_private
 
 Edges = Sequence[tuple[Any, int]]
 """The nodes that follow a node of autograd, as its `next_functions`."""

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.engine.hooks.step_hooks import recomputing, transforming
 from shardwise.base.torch_internals import torch_private
+from shardwise.engine.hooks.step_hooks import recomputing, transforming
 
 # Flags; a number may be that of the step.
 _FLAGS = (bool, str, type(None))

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from shardwise.base.torch_internals import torch_private
 from shardwise.engine.core.parameters import unguarded
 from shardwise.engine.graphs.handed_gradients import Edges
 from shardwise.engine.graphs.recorded_call import Grads, RecordedCall
 from shardwise.engine.graphs.static_place import StaticPlace
-from shardwise.base.torch_internals import torch_private
 
 
 class BackwardReplays(Protocol):

@@ -10,10 +10,10 @@ from types import TracebackType
 
 import torch
 
+from shardwise.base.torch_internals import torch_private
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.graphs.graph_pool import fix_segments
 from shardwise.program import Kind, StepProgram
-from shardwise.base.torch_internals import torch_private
 
 
 def slot_numbers(program: StepProgram, *, units: Iterable[str]) -> dict[str, int]:

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import checkpoint
 
+from shardwise.base.torch_internals import torch_private
 from shardwise.comm.groups.groups import num_collectives
 from shardwise.engine.activations.recompute import draws_nothing
 from shardwise.engine.core.parameters import unguarded
-from shardwise.base.torch_internals import torch_private
 
 # Larger parameters are compared by torch's count of writes.
 _MOST_COMPARED_BYTES = 2**20

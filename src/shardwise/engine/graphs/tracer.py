@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardwise.base.torch_internals import torch_private
 from shardwise.engine.graphs.trace_gaps import NotTraced, noticing_gaps
 from shardwise.engine.graphs.traced_graph import Outputs, TracedGraph
-from shardwise.base.torch_internals import torch_private
 
 _SETTINGS = {
     # Lengths, evaluation, autocast and frozen weights each take a trace; the time spent is what is bounded.

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shardwise.base.torch_internals.torch_private import disable_dynamo
 from shardwise.engine.activations.recompute import checkpoint_of, saved_hooks
 from shardwise.engine.graphs.arena import Arenas, ObservedMemory
 from shardwise.engine.graphs.checkpointed_calls import CheckpointedCalls, saving_itself
@@ -18,7 +19,6 @@ from shardwise.engine.graphs.reports import Reports
 from shardwise.engine.graphs.traced_graph import Outputs, TracedGraph
 from shardwise.engine.graphs.traced_unit import TracedUnit
 from shardwise.engine.hooks.step_hooks import recomputing
-from shardwise.base.torch_internals.torch_private import disable_dynamo
 
 
 class Mode(Enum):

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise.base.vocabulary.tested_versions import installed_torch, untested_torch
 from shardwise.comm.job.job_environment import capture_is_off
 from shardwise.comm.job.leave import release_before_leaving
 from shardwise.engine.activations.recompute import replace_forward
@@ -42,7 +43,6 @@ from shardwise.engine.graphs.tracer import Tracer
 from shardwise.engine.graphs.unit_calls import Mode, UnitCalls
 from shardwise.engine.optimizer.allocate import move_states
 from shardwise.program.spec import ROOT, ModelSpec
-from shardwise.base.vocabulary.tested_versions import installed_torch, untested_torch
 
 # Ordinary passes of a form before it is recorded, while it is the only one and otherwise.
 ENOUGH = (2, 6)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from shardwise.engine.core.flat import FlatParams
 from shardwise.base.torch_internals.torch_private import DisableTorchFunctionSubclass
+from shardwise.engine.core.flat import FlatParams
 from shardwise.program.units.carried_tensors import carried, replace_carried
 
 

@@ -13,18 +13,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from shardwise.base.errors import InvalidModel
+from shardwise.base.torch_internals.torch_private import BatchNorm
+from shardwise.base.vocabulary.dtypes import compute_dtype, master_dtype
 from shardwise.comm.groups.agreement import exchange
 from shardwise.comm.job.allocator_settings import allocator_settings
 from shardwise.engine.guards.carried import describe_carried
-from shardwise.base.errors import InvalidModel
 from shardwise.plan import Plan
 from shardwise.plan.placement import Mesh
 from shardwise.program.spec import ModelSpec
 from shardwise.program.spec.model import why_hardly_cut
-from shardwise.base.torch_internals.torch_private import BatchNorm
 from shardwise.program.units.carried_tensors import is_packed
 from shardwise.program.units.scripted import class_name, scripted_around
-from shardwise.base.vocabulary.dtypes import compute_dtype, master_dtype
 
 _BATCH_NORMS = {kind.__name__ for kind in (*BatchNorm.__subclasses__(), nn.SyncBatchNorm)}
 

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from shardwise.base.torch_internals.torch_private import disable_dynamo
 from shardwise.comm.groups.agreement import exchange
 from shardwise.engine.hooks.step_hooks import transforming
-from shardwise.base.torch_internals.torch_private import disable_dynamo
 from shardwise.program.units import called_modules
 
 # Elements of a tensor that are compared, evenly spread, so that no batch of images is copied from a GPU.

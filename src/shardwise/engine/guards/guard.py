@@ -17,13 +17,13 @@ from typing import Any
 
 from torch import nn
 
+from shardwise.base.errors import ShardwiseError
+from shardwise.base.torch_internals.torch_private import DisableTorchFunctionSubclass, save_to_state_dict
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.step_errors import called_in_transform, forward_called_directly
 from shardwise.engine.core.step_events import StepEvents
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.hooks.step_hooks import transforming
-from shardwise.base.errors import ShardwiseError
-from shardwise.base.torch_internals.torch_private import DisableTorchFunctionSubclass, save_to_state_dict
 
 
 class ShardedParameter(ShardwiseError):  # noqa: N818

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.base.torch_internals.torch_private import disable_dynamo
 from shardwise.engine.core.core import Core
 from shardwise.engine.hooks.step_hooks import recomputing
 from shardwise.program.spec import ROOT
-from shardwise.base.torch_internals.torch_private import disable_dynamo
 from shardwise.program.units import called_modules
 
 # Read by transformers' `generate`, and by dynamo if the first is true (prepared/prepared_module.py).

@@ -19,11 +19,11 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from shardwise.base.errors import InvalidModel
+from shardwise.base.vocabulary.while_alive import WhileAlive, hooked
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.parameters import unguarded
 from shardwise.engine.guards.written import Writes
-from shardwise.base.errors import InvalidModel
-from shardwise.base.vocabulary.while_alive import WhileAlive, hooked
 
 # Parameters whose address is checked in one forward, all of them in turn; before an update or a state, all are.
 _PLACES_PER_FORWARD = 64

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from shardwise.engine.core.parameters import unguarded
-from shardwise.engine.hooks.left_tensors import PLAIN
 from shardwise.base.errors import InvalidModel
 from shardwise.base.torch_internals.torch_private import is_traceable_wrapper_subclass
+from shardwise.engine.core.parameters import unguarded
+from shardwise.engine.hooks.left_tensors import PLAIN
 from shardwise.program.units.scripted import is_scripted, tensor_attributes
 
 # Levels of containers and objects that are searched: a module's attribute → a list of states → a state → its tensors.

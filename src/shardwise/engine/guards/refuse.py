@@ -13,13 +13,13 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parameter import is_lazy
 
+from shardwise.base.errors import InvalidModel
+from shardwise.base.torch_internals.torch_private import is_traceable_wrapper_subclass
+from shardwise.base.vocabulary.while_alive import WhileAlive, hooked
 from shardwise.comm.groups.dtensor import dtensor_types
 from shardwise.engine.carry import find_engine
 from shardwise.engine.guards.description import check_precision
-from shardwise.base.errors import InvalidModel
 from shardwise.plan import Plan
-from shardwise.base.torch_internals.torch_private import is_traceable_wrapper_subclass
-from shardwise.base.vocabulary.while_alive import WhileAlive, hooked
 
 # Of a DistributedConfig of transformers: those that distribute a model, where they are more than 1.
 _SIZES = ("fsdp_size", "tp_size", "pp_size", "ep_size")

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardwise.base.errors import InvalidPlan
 from shardwise.comm.groups.agreement import RanksDisagree, exchange
 from shardwise.comm.groups.groups import MeshGroups
 from shardwise.engine.core.flat import FlatParams
-from shardwise.base.errors import InvalidPlan
 
 COMPARE_EVERY = 1000
 

@@ -3,8 +3,8 @@
 The flags of used parameters are summed over all ranks at the end of a backward (used.py). They are integers, and their
 sum needs few bits; the other bits of the first flag carry
 
-    Σ_r c_r · h_r  (mod 2^b)         h_r: a hash of the collectives that rank r has issued (comm/groups/issued.py), and of
-                                     its optimizers' options
+    Σ_r c_r · h_r  (mod 2^b)         h_r: a hash of the collectives that rank r has issued (comm/groups/issued.py), and
+                                     of its optimizers' options
                                      b: the bits that the count of ranks leaves, 18 or fewer
 
 The coefficients c_r add up to 0, so the sum is 0 if all h_r are equal; otherwise it is 0 with probability 2^-b, or

@@ -22,11 +22,11 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
+from shardwise.base.errors import InvalidModel
+from shardwise.base.torch_internals import torch_private
 from shardwise.engine.core.flat import FlatParams, refresh
 from shardwise.engine.core.parameters import unguarded
 from shardwise.engine.guards.guard import GuardClasses, wake
-from shardwise.base.errors import InvalidModel
-from shardwise.base.torch_internals import torch_private
 
 # torch's own property, which `Slice.data` hides.
 _DATA = torch_private.tensor_data

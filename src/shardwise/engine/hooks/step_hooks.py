@@ -13,11 +13,11 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine.hooks.left_tensors import PLAIN, Attributes, kept, leaves, own_modules
 from shardwise.base.errors import InvalidModel
-from shardwise.program.spec import ANNOUNCED, NONE, UNANNOUNCED
 from shardwise.base.torch_internals import torch_private
 from shardwise.base.torch_internals.torch_private import DisableTorchFunctionSubclass, disable_dynamo
+from shardwise.engine.hooks.left_tensors import PLAIN, Attributes, kept, leaves, own_modules
+from shardwise.program.spec import ANNOUNCED, NONE, UNANNOUNCED
 from shardwise.program.units import called_modules
 
 UnitT = TypeVar("UnitT", bound=Hashable)

@@ -5,13 +5,13 @@ from collections.abc import Mapping
 import torch
 
 from shardwise.base.errors import InvalidPlan
+from shardwise.base.vocabulary.dtypes import BYTES_PER_ELEMENT, PRECISIONS
+from shardwise.base.vocabulary.quantities import bytes_text
 from shardwise.hardware.host_memory import free_host_bytes
 from shardwise.plan import Plan
 from shardwise.plan.placement import Mesh, Placement
 from shardwise.program.rules.context import has_states_on_host
 from shardwise.program.spec import ModelSpec
-from shardwise.base.vocabulary.dtypes import BYTES_PER_ELEMENT, PRECISIONS
-from shardwise.base.vocabulary.quantities import bytes_text
 
 # Of each parameter that is stepped: the fp32 master and two moments; and its gradient, where the CPU reads it.
 _STEPPED_BYTES, _GRAD_BYTES = 4 + 8, 4

@@ -11,12 +11,12 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardwise.engine.core.step_errors import updated_in_backward
-from shardwise.engine.optimizer.owned import OwnedParameters
-from shardwise.engine.optimizer.scaler import GradScaler, foreign_scaler, noted_step
 from shardwise.base.errors import InvalidModel
 from shardwise.base.torch_internals.torch_private import disable_dynamo, place
 from shardwise.base.vocabulary.while_alive import WhileAlive, hooked, replaced
+from shardwise.engine.core.step_errors import updated_in_backward
+from shardwise.engine.optimizer.owned import OwnedParameters
+from shardwise.engine.optimizer.scaler import GradScaler, foreign_scaler, noted_step
 
 
 def watch_optimizers(parameters: OwnedParameters) -> None:

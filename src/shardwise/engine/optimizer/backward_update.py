@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardwise.base.errors import InvalidModel
 from shardwise.engine.core.core import Core
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.master import Owned
 from shardwise.engine.core.parameters import parameter_like
 from shardwise.engine.optimizer.streamed_update import StreamedUpdate, empty_stand_in, group_numbers, plain_step
-from shardwise.base.errors import InvalidModel
 from shardwise.program.rules.context import is_in_backward
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.engine.optimizer.reach import Reach, Verdict, is_plain, own_attributes, probe
 from shardwise.base.errors import InvalidPlan, ShardwiseError
 from shardwise.base.vocabulary.layout import ALIGNMENT
+from shardwise.engine.optimizer.reach import Reach, Verdict, is_plain, own_attributes, probe
 
 # With any options, each element's update depends on that element's gradient and state alone, so a slice can be updated
 # by itself. By exact class: a subclass, or another package's class of the same name, may do something else.

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise.base.errors import InvalidPlan
 from shardwise.comm.groups.agreement import agree, meet
 from shardwise.engine.core.core import Core
 from shardwise.engine.core.edited_values import editing
@@ -38,7 +39,6 @@ from shardwise.engine.optimizer.numbered_state import load_numbered, numbered_st
 from shardwise.engine.optimizer.scaler import called_by_torchs, foreign_scaler
 from shardwise.engine.optimizer.streamed_update import StreamedUpdate, check_streamed
 from shardwise.engine.optimizer.unsharded_state import named_states, own_states, unsharded_states
-from shardwise.base.errors import InvalidPlan
 from shardwise.plan.patterns import short_patterns
 
 

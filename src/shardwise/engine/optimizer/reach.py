@@ -33,8 +33,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.engine.core.parameters import parameter_like
 from shardwise.base.vocabulary.layout import ALIGNMENT
+from shardwise.engine.core.parameters import parameter_like
 
 NUM_STEPS = 10
 # Sizes that are no multiple of a vector's length; the last shape is for three and more dimensions.

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardwise.base.errors import InvalidPlan
 from shardwise.engine.core.core import Core
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.master import Owned
@@ -23,7 +24,6 @@ from shardwise.engine.core.parameters import parameter_like, set_grad
 from shardwise.engine.optimizer.allocate import allocate_states
 from shardwise.engine.optimizer.known import ELEMENTWISE, name_of
 from shardwise.engine.optimizer.update_chunks import ChunkSlot, Piece, UpdateStreams, chunks
-from shardwise.base.errors import InvalidPlan
 from shardwise.plan import Plan
 from shardwise.program.chunks import CHUNK_ELEMENTS, NUM_SLOTS
 from shardwise.program.rules.context import MOST_GRADS, overdue

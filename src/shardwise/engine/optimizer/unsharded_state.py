@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardwise.base.errors import InvalidData
 from shardwise.comm.groups.agreement import exchange
 from shardwise.engine.core.flat import FOR_STATE, FlatParams
 from shardwise.engine.core.master import Owned
 from shardwise.engine.optimizer.matrices import OwnedMatrix
-from shardwise.base.errors import InvalidData
 
 States = Mapping[Any, Mapping[str, Any]]
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise.base.errors import InvalidModel
 from shardwise.comm.groups.agreement import agree
 from shardwise.engine.core.assembly import make_flat
 from shardwise.engine.core.flat import FlatParams
@@ -23,7 +24,6 @@ from shardwise.engine.guards.guard import wake
 from shardwise.engine.guards.refuse import check_tensor
 from shardwise.engine.optimizer.allocate import suit_devices
 from shardwise.engine.optimizer.unsharded_state import own_states, unsharded_states
-from shardwise.base.errors import InvalidModel
 from shardwise.program.buffers import FlatSpec, flat_specs
 from shardwise.program.spec import ModelSpec, TensorSpec
 from shardwise.program.units import model_spec, unit_modules

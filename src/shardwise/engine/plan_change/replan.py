@@ -11,6 +11,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from shardwise.base.errors import InvalidModel, InvalidPlan
+from shardwise.base.vocabulary.layout import ALIGNMENT
 from shardwise.comm.groups.agreement import agree, meet
 from shardwise.comm.groups.groups import mesh_groups
 from shardwise.engine.checked_plan import check_plan
@@ -31,11 +33,9 @@ from shardwise.engine.offload.transfer import host_copies
 from shardwise.engine.optimizer.allocate import suit_devices
 from shardwise.engine.optimizer.streamed_update import check_streamed
 from shardwise.engine.plan_change.reshard import StatesAndGrads, move, states_and_grads
-from shardwise.base.errors import InvalidModel, InvalidPlan
 from shardwise.plan import Plan
 from shardwise.plan.placement import Mesh, Placement
 from shardwise.program.spec import UnitSpec
-from shardwise.base.vocabulary.layout import ALIGNMENT
 
 # Settings that cannot change: another value would change the computation, or the units.
 _FIXED = (

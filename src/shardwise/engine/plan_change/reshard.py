@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardwise.base.errors import InvalidModel
 from shardwise.comm.groups.agreement import exchange
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.master import Owned
 from shardwise.engine.core.parameters import unguarded
 from shardwise.engine.engine import EngineParts
 from shardwise.engine.optimizer.unsharded_state import Laid, own_state, state_kinds
-from shardwise.base.errors import InvalidModel
 from shardwise.plan.placement import Where
 
 

@@ -6,12 +6,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from shardwise.base.errors import InvalidData, InvalidModel, InvalidPlan
 from shardwise.comm.groups.agreement import meet
 from shardwise.engine.core.edited_values import distribute
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.step_events import announce
 from shardwise.engine.engine import engine_of, is_prepared
-from shardwise.base.errors import InvalidData, InvalidModel, InvalidPlan
 
 _APPLIED = "ema.applied()"
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from shardwise.base.errors import InvalidModel
 from shardwise.engine.core.part_calls import PartCalls
 from shardwise.engine.engine import engine_of
-from shardwise.base.errors import InvalidModel
 
 _TABLES = ("_forward_pre_hooks", "_forward_hooks")
 

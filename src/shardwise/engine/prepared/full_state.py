@@ -8,14 +8,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardwise.base.errors import InvalidData
+from shardwise.base.torch_internals.torch_private import IncompatibleKeys
 from shardwise.comm.groups.agreement import meet
 from shardwise.engine.core.edited_values import filled
 from shardwise.engine.core.step_events import announce
 from shardwise.engine.engine import EngineParts
 from shardwise.engine.optimizer.allocate import suit_devices
 from shardwise.engine.optimizer.unsharded_state import named_states, own_states, unsharded_states
-from shardwise.base.errors import InvalidData
-from shardwise.base.torch_internals.torch_private import IncompatibleKeys
 
 
 def full_state_dict(

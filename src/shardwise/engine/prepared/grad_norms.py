@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise.base.errors import InvalidData, InvalidModel
 from shardwise.comm.groups.rank_progress import waiting_in
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.step_errors import updated_in_backward
 from shardwise.engine.core.step_events import announce
 from shardwise.engine.engine import EngineParts
-from shardwise.base.errors import InvalidData, InvalidModel
 from shardwise.plan.placement import REPLICATED, Where
 
 

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise.base.vocabulary.categories import GATHERED, GRADS, HOST, OPTIM, OTHER, PARAMS, REDUCE
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.parameters import unguarded
 from shardwise.engine.engine import EngineParts, engine_of
-from shardwise.base.vocabulary.categories import GATHERED, GRADS, HOST, OPTIM, OTHER, PARAMS, REDUCE
 
 
 def held_bytes(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, int]:

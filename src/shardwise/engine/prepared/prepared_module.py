@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.base.errors import InvalidModel
 from shardwise.engine.carry import carry_engine, drop_engine
 from shardwise.engine.core.parameters import unguarded
 from shardwise.engine.engine import engine_of
 from shardwise.engine.prepared.accumulate import accumulate
 from shardwise.engine.prepared.full_state import full_tensors, load_tensors
 from shardwise.engine.prepared.whole_parameters import whole
-from shardwise.base.errors import InvalidModel
 
 
 class PreparedModule(nn.Module):

@@ -10,10 +10,10 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from shardwise.base.errors import InvalidData, InvalidModel
 from shardwise.comm.groups.agreement import exchange
 from shardwise.comm.groups.rank_progress import waiting_in
 from shardwise.engine.engine import EngineParts
-from shardwise.base.errors import InvalidData, InvalidModel
 from shardwise.program.rules.demand import broadcast
 
 Batch = TypeVar("Batch")

@@ -11,13 +11,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from shardwise.base.errors import InvalidModel
 from shardwise.comm.groups.agreement import RanksDisagree, exchange, meet
 from shardwise.engine.core.edited_values import distribute
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.engine import EngineParts
 from shardwise.engine.guards.guard import wake
 from shardwise.engine.guards.replicas import bit_sums
-from shardwise.base.errors import InvalidModel
 
 _NAME = "shardwise.whole(model)"
 

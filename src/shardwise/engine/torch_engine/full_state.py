@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from shardwise.base.errors import InvalidData
 from shardwise.comm.groups.dtensor import local_part
 from shardwise.engine.prepared.full_state import check_order, received_state
 from shardwise.engine.prepared.grad_norms import chosen
-from shardwise.base.errors import InvalidData
 from shardwise.engine.torch_engine.plain_model import PlainModel
 
 

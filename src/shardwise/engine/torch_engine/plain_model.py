@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from shardwise.base.errors import CheckpointError, InvalidModel
+from shardwise.base.vocabulary.categories import GRADS, OPTIM, OTHER, PARAMS
 from shardwise.comm.groups.dtensor import dtensor_types, local_part
 from shardwise.engine.carry import find_engine
 from shardwise.engine.owned_model import OwnedModel, OwnedSlice
-from shardwise.base.errors import CheckpointError, InvalidModel
 from shardwise.plan import Plan
-from shardwise.base.vocabulary.categories import GRADS, OPTIM, OTHER, PARAMS
 
 if TYPE_CHECKING:
     # A model in one process does not need it.

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from shardwise.base.errors import InvalidModel
 from shardwise.comm.groups.agreement import check_alike, together
 from shardwise.comm.job.join import join_job
 from shardwise.engine.activations.compiled_units import check_compile, compile_units
@@ -29,13 +30,12 @@ from shardwise.engine.guards.description import (
     warn_hardly_cut,
 )
 from shardwise.engine.optimizer.known import StaleOptimizer, check_parameters, describe_optimizer
-from shardwise.base.errors import InvalidModel
-from shardwise.plan import Plan
-from shardwise.plan.placement import Mesh, Placement
-from shardwise.program.spec import ROOT, ModelSpec
 from shardwise.engine.torch_engine.plain_model import is_on_torch
 from shardwise.engine.torch_engine.refuse import check_plan, check_replicated, check_sharded
 from shardwise.engine.torch_engine.torch_engine import TorchEngine
+from shardwise.plan import Plan
+from shardwise.plan.placement import Mesh, Placement
+from shardwise.program.spec import ROOT, ModelSpec
 from shardwise.program.units import CutModel, cut_model
 from shardwise.program.units.materialize import materialize
 

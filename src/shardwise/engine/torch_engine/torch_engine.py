@@ -10,10 +10,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shardwise.engine.prepared.uneven import Batch, summed
-from shardwise.plan import Plan
-from shardwise.plan.limits import LIMITS
 from shardwise.engine.torch_engine import full_state
 from shardwise.engine.torch_engine.plain_model import PlainModel
+from shardwise.plan import Plan
+from shardwise.plan.limits import LIMITS
 
 
 class TorchEngine(PlainModel):

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from shardwise.base.vocabulary.categories import CATEGORIES
+from shardwise.base.vocabulary.span import Span, busy_seconds, exposed_gaps
 from shardwise.measure.bench.modes import is_ours, mode_of
 from shardwise.measure.bench.spread import Spread
 from shardwise.measure.bench.tape_spans import Happening, recorded_spans
 from shardwise.measure.profile.memory_ledger import MemoryLedger
 from shardwise.program.spec import UnitSpec
-from shardwise.base.vocabulary.categories import CATEGORIES
-from shardwise.base.vocabulary.span import Span, busy_seconds, exposed_gaps
 
 NOT_MEASURED = "not measured"
 NOT_MEASURABLE = "not measurable here"

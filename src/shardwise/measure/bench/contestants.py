@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from shardwise.measure.bench.modes import mode_of, without_mode
 from shardwise.base.errors import InvalidPlan, UnknownName
+from shardwise.measure.bench.modes import mode_of, without_mode
 from shardwise.plan import Plan
 from shardwise.plan.limits import LIMITS, EngineLimits, Setting, lives_alike
 from shardwise.plan.patterns import Patterns

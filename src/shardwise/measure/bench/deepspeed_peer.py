@@ -8,8 +8,8 @@ from torch.optim import Optimizer
 
 from shardwise.measure.bench.contestants import STAGES
 from shardwise.measure.bench.peer_setup import job_variables, make_real
-from shardwise.training.loop.batches import to_device
 from shardwise.training.config.config import TrainConfig
+from shardwise.training.loop.batches import to_device
 from shardwise.training.loop.training_state import Training, Update
 
 

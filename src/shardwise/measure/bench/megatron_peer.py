@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise.engine.core.precision import planned_dtype
+from shardwise.engine.torch_engine.prepare import rename_parameters
 from shardwise.measure.bench.contestants import STAGES
 from shardwise.measure.bench.peer_setup import accumulating, make_real, unit_classes
-from shardwise.engine.core.precision import planned_dtype
 from shardwise.plan import Plan
-from shardwise.engine.torch_engine.prepare import rename_parameters
 from shardwise.training.config.config import TrainConfig
 from shardwise.training.loop.training_state import Update
 

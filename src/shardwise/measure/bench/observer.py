@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from shardwise.comm.groups.dtensor import dtensor_types
 from shardwise.base.torch_internals import torch_private
 from shardwise.base.torch_internals.torch_private import TorchDispatchMode
+from shardwise.comm.groups.dtensor import dtensor_types
 
 # Operator → (collective, index of the argument whose bytes are counted).
 _COLLECTIVES: Mapping[str, tuple[str, int]] = {

@@ -14,14 +14,14 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.comm.groups.dtensor import dtensor_types
 from shardwise.engine.activations.compiled_units import compile_units
+from shardwise.engine.torch_engine.prepare import rename_parameters, to_master_dtype
 from shardwise.plan import Plan
 from shardwise.program.spec import ROOT
-from shardwise.engine.torch_engine.prepare import rename_parameters, to_master_dtype
-from shardwise.training.loop.batches import to_device
-from shardwise.training.loop.training_state import Training, Update
 from shardwise.program.units import unit_modules
 from shardwise.program.units.materialize import materialize
 from shardwise.program.units.unit_modules import units_from_root
+from shardwise.training.loop.batches import to_device
+from shardwise.training.loop.training_state import Training, Update
 
 
 @contextmanager

@@ -20,15 +20,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise.engine.core.precision import planned_dtype
+from shardwise.engine.torch_engine.prepare import rename_parameters, shard_units
 from shardwise.measure.bench.gradients import plain_name
 from shardwise.measure.bench.peer_setup import accumulating, job_variables, make_real, unit_classes
-from shardwise.engine.core.precision import planned_dtype
 from shardwise.plan import Plan
 from shardwise.plan.placement import placement_of
-from shardwise.engine.torch_engine.prepare import rename_parameters, shard_units
+from shardwise.program.units import unit_modules
 from shardwise.training.config.config import TrainConfig
 from shardwise.training.loop.training_state import Update
-from shardwise.program.units import unit_modules
 
 
 def by_accelerate(

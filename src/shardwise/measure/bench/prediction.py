@@ -5,11 +5,12 @@ torch.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shardwise.measure.bench.case_result import PredictedCase
 from shardwise.base.errors import InvalidCluster
 from shardwise.hardware import Cluster, cluster_of
 from shardwise.hardware.cluster import make_cluster, read_cluster_file
 from shardwise.hardware.measuring.device_file import device_like
+from shardwise.measure.bench.case_result import PredictedCase
+from shardwise.measure.profile.compare import predict_memory
 from shardwise.models.reference import Model
 from shardwise.plan import Plan
 from shardwise.plan.placement import ACROSS
@@ -18,7 +19,6 @@ from shardwise.planner.search.candidates import candidates
 from shardwise.planner.search.request import AutoRequest
 from shardwise.planner.search.scale import Scaled, scaling
 from shardwise.planner.time.step_time import estimate_time, timeline
-from shardwise.measure.profile.compare import predict_memory
 from shardwise.training.config.config import TrainConfig
 from shardwise.training.config.config_sections import OptimizerSection
 from shardwise.training.fitting.memory_advice import optimizer_rule

@@ -10,11 +10,11 @@ there is one.
 from collections.abc import Sequence
 from dataclasses import replace
 
+from shardwise.base.vocabulary.quantities import fixed_text, significant, table_unit
 from shardwise.measure.bench.case_result import CaseResult
 from shardwise.measure.bench.results import Bench
 from shardwise.measure.bench.spread import SpeedRelation, Spread, relation
 from shardwise.plan.placement import AUTO, STRATEGIES
-from shardwise.base.vocabulary.quantities import fixed_text, significant, table_unit
 
 # Memory savings below this factor are not mentioned.
 _WORTHWHILE = 1.05

@@ -12,14 +12,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.measure.bench.case_result import CaseResult
-from shardwise.measure.bench.results_form import read_bench
 from shardwise.base.errors import ShardwiseError
 from shardwise.base.files.atomic import atomic_write
 from shardwise.base.files.data_file import UnreadableFile, read_json
 from shardwise.base.files.form import WrongForm
 from shardwise.base.vocabulary.html_table import html_table
 from shardwise.base.vocabulary.quantities import bytes_text
+from shardwise.measure.bench.case_result import CaseResult
+from shardwise.measure.bench.results_form import read_bench
 
 FILE = "bench.json"
 """The result file in the folder of a bench."""

@@ -7,9 +7,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shardwise.measure.bench.case_result import CaseResult, PredictedCase, UnitOutline
-from shardwise.measure.bench.spread import Spread
-from shardwise.measure.bench.tape_spans import Happening
 from shardwise.base.errors import ShardwiseError
 from shardwise.base.files.form import (
     Form,
@@ -25,11 +22,14 @@ from shardwise.base.files.form import (
     table,
     whole,
 )
-from shardwise.plan import Plan
-from shardwise.plan.placement import Mesh
-from shardwise.measure.profile.memory_ledger import MemoryLedger
 from shardwise.base.vocabulary.categories import CATEGORIES
 from shardwise.base.vocabulary.span import QUEUES, Span
+from shardwise.measure.bench.case_result import CaseResult, PredictedCase, UnitOutline
+from shardwise.measure.bench.spread import Spread
+from shardwise.measure.bench.tape_spans import Happening
+from shardwise.measure.profile.memory_ledger import MemoryLedger
+from shardwise.plan import Plan
+from shardwise.plan.placement import Mesh
 
 _MOST_RANKS = 2**24
 _COUNT = whole(least=0)

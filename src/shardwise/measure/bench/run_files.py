@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shardwise.base.files.data_file import read_json
 from shardwise.measure.bench.case_result import UnitOutline
 from shardwise.measure.bench.tape_spans import Happening
-from shardwise.base.files.data_file import read_json
 from shardwise.measure.profile.memory_ledger import MemoryLedger
 from shardwise.training.config.config import TrainConfig
 

@@ -10,23 +10,23 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.measure.bench.run_files import BenchRun
-from shardwise.comm.job.absent import AbsentCollectives, leave_out_reduce
 from shardwise.comm.groups.collectives import BackendCollectives, Collectives
+from shardwise.comm.job.absent import AbsentCollectives, leave_out_reduce
 from shardwise.comm.job.join import Place
 from shardwise.engines import find_engine
-from shardwise.training.launch.failure import during
-from shardwise.plan.limits import LIMITS
+from shardwise.measure.bench.run_files import BenchRun
 from shardwise.measure.profile.traceless import TracelessCollectives, lending_broadcasts
+from shardwise.plan.limits import LIMITS
 from shardwise.program.spec import ModelSpec
+from shardwise.program.units import model_spec, unit_modules
 from shardwise.training.config.config import TrainConfig
+from shardwise.training.launch.failure import during
 from shardwise.training.loop.loop import take_step
 from shardwise.training.loop.metrics import Taken
 from shardwise.training.loop.randomness import seed_everything
-from shardwise.training.setup import Ready, by_plan, open_data, set_up
 from shardwise.training.loop.training_state import Training, Update
 from shardwise.training.loop.update import update
-from shardwise.program.units import model_spec, unit_modules
+from shardwise.training.setup import Ready, by_plan, open_data, set_up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,9 +8,9 @@ wait for it (it may have arrived earlier).
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardwise.base.vocabulary.span import Span
 from shardwise.program import Kind
 from shardwise.program.operations import COMPUTES, WAITS
-from shardwise.base.vocabulary.span import Span
 
 _WAITS = {wait.value: kind for wait, kind in WAITS.items()}
 _SENDS = {kind.value: kind for kind in WAITS.values()}

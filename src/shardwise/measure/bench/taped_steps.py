@@ -11,15 +11,15 @@ from dataclasses import replace
 
 import torch
 
-from shardwise.measure.bench.run_files import Found
-from shardwise.measure.bench.subject import BenchTraining
-from shardwise.measure.bench.tape_spans import Happening
 from shardwise.engine.core.step_events import TapeEntry
 from shardwise.engine.engine import tape
 from shardwise.engines import find_engine
-from shardwise.plan.limits import LIMITS
+from shardwise.measure.bench.run_files import Found
+from shardwise.measure.bench.subject import BenchTraining
+from shardwise.measure.bench.tape_spans import Happening
 from shardwise.measure.profile.memory_ledger import Lasts
 from shardwise.measure.profile.recording import StepRecording
+from shardwise.plan.limits import LIMITS
 from shardwise.program import Kind
 
 NUM_TAPED = 6

@@ -23,6 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.base.files.data_file import read_json
+from shardwise.base.torch_internals import torch_private
+from shardwise.comm.groups.agreement import meet
+from shardwise.comm.job.join import Place, joined
+from shardwise.engines import find_engine
 from shardwise.measure.bench.case_result import UnitOutline
 from shardwise.measure.bench.contestants import ENGINES
 from shardwise.measure.bench.first_steps import NUM_STEPS, take_first_steps
@@ -30,18 +35,13 @@ from shardwise.measure.bench.modes import mode_of
 from shardwise.measure.bench.run_files import ASKED, BenchRun, Found
 from shardwise.measure.bench.subject import BenchTraining, start
 from shardwise.measure.bench.taped_steps import NUM_TAPED, recorded_step, with_rows, with_usual_tape
-from shardwise.comm.groups.agreement import meet
-from shardwise.comm.job.join import Place, joined
-from shardwise.engines import find_engine
-from shardwise.base.files.data_file import read_json
-from shardwise.training.launch.failure import LOG, report, write_to_log
 from shardwise.measure.profile.recording import WARM_UP_STEPS, StepRecording, allocations_on
-from shardwise.base.torch_internals import torch_private
+from shardwise.training.launch.failure import LOG, report, write_to_log
 from shardwise.training.loop.batches import to_device
 from shardwise.training.loop.metrics import Window
 from shardwise.training.loop.randomness import deterministic_kernels
-from shardwise.training.run_folder import environment
 from shardwise.training.loop.training_state import Training, Update
+from shardwise.training.run_folder import environment
 
 
 def run_rank(run: BenchRun) -> Found:

@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from shardwise.base.errors import ShardwiseError
+from shardwise.base.vocabulary.quantities import GIB, fixed_text
+from shardwise.base.vocabulary.segments import segments_expand
+from shardwise.measure.profile.memory_ledger import LedgerEntry, paired
+from shardwise.measure.profile.rehearsal import Measured, Rehearsal, rehearse_apart
 from shardwise.plan import Plan
 from shardwise.plan.limits import LIMITS, strategies_of
 from shardwise.planner.memory.peak import MemoryEstimate, estimate_job, job_of
 from shardwise.planner.memory.replay import row_peaks
 from shardwise.planner.search.candidates import SpecFor
-from shardwise.measure.profile.memory_ledger import LedgerEntry, paired
-from shardwise.measure.profile.rehearsal import Measured, Rehearsal, rehearse_apart
 from shardwise.program.spec import ModelSpec
-from shardwise.base.vocabulary.quantities import GIB, fixed_text
-from shardwise.base.vocabulary.segments import segments_expand
 
 # The planner's names for the optimizer kernels that rehearsal_process.py chooses.
 _OPTIMIZERS = {

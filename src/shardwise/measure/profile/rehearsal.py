@@ -15,9 +15,9 @@ from typing import Any
 
 from shardwise.base.errors import ShardwiseError
 from shardwise.base.files.data_file import read_json
-from shardwise.plan import Plan
-from shardwise.measure.profile.memory_ledger import MemoryLedger
 from shardwise.base.vocabulary.process_output import own_lines
+from shardwise.measure.profile.memory_ledger import MemoryLedger
+from shardwise.plan import Plan
 
 
 class RehearsalFailed(ShardwiseError):  # noqa: N818

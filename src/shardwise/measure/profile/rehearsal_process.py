@@ -19,19 +19,19 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from shardwise.base.errors import ShardwiseError
+from shardwise.base.files.atomic import atomic_write
+from shardwise.base.files.data_file import read_json
 from shardwise.comm.job.absent import AbsentCollectives, absent_group, leave_out_reduce
 from shardwise.comm.job.job_environment import Start
 from shardwise.comm.job.join import joined
 from shardwise.engines import prepare
-from shardwise.base.errors import ShardwiseError
-from shardwise.base.files.atomic import atomic_write
-from shardwise.base.files.data_file import read_json
-from shardwise.models.muon import MuonWithAdamW, split_off_matrices
-from shardwise.models.tasks import Task, load_task
-from shardwise.plan.limits import LIMITS
 from shardwise.measure.profile.cuda_allocations import AllocatorHistory
 from shardwise.measure.profile.recording import WARM_UP_STEPS, Recording, StepRecording, allocations_on
 from shardwise.measure.profile.rehearsal import Measured, Rehearsal
+from shardwise.models.muon import MuonWithAdamW, split_off_matrices
+from shardwise.models.tasks import Task, load_task
+from shardwise.plan.limits import LIMITS
 from shardwise.program.spec import ModelSpec
 from shardwise.program.units import model_spec, unit_modules
 

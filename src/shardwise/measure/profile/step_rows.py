@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from shardwise.base.vocabulary.categories import ACTIVATIONS, HOST, OTHER
 from shardwise.comm.groups.dtensor import dtensor_types
 from shardwise.engine.hooks.step_hooks import StepHooks
+from shardwise.engine.torch_engine.plain_model import state_of
 from shardwise.program import Trigger
 from shardwise.program.spec import ROOT, ModelSpec
-from shardwise.engine.torch_engine.plain_model import state_of
-from shardwise.base.vocabulary.categories import ACTIVATIONS, HOST, OTHER
 
 OnRow = Callable[[Trigger, str], None]
 

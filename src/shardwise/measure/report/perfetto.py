@@ -12,9 +12,9 @@ The ledger has no clock: a row starts when its first operation on the tape was i
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from shardwise.base.vocabulary.span import QUEUES, Span
 from shardwise.measure.bench.case_result import CaseResult
 from shardwise.measure.bench.results import Bench
-from shardwise.base.vocabulary.span import QUEUES, Span
 
 PerfettoEvent = dict[str, Any]
 _MICROSECONDS = 1e6

@@ -3,16 +3,16 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shardwise.base.vocabulary.html_table import html_table
+from shardwise.base.vocabulary.quantities import bytes_text
 from shardwise.hardware import cluster_of
+from shardwise.measure.report.text.verdict import reasons
 from shardwise.models.reference import Model
 from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.search.candidates import Candidate, candidates
 from shardwise.planner.search.recommend import recommend
 from shardwise.planner.search.request import RECOMPUTES
-from shardwise.measure.report.text.verdict import reasons
-from shardwise.base.vocabulary.html_table import html_table
-from shardwise.base.vocabulary.quantities import bytes_text
 
 if TYPE_CHECKING:
     from shardwise.models.tasks import Task

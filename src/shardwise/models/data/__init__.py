@@ -1,4 +1,4 @@
-"""Datasets, and the sampler that gives each rank its share of the samples.
+"""Datasets of tokens and images.
 
 A dataset is any `torch.utils.data.Dataset` with a length whose samples are (input, target) pairs.
 """

@@ -20,11 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset, Subset
 
+from shardwise.base.errors import InvalidData, UnknownName
 from shardwise.models.data.hub import HubDataset
 from shardwise.models.data.images import Digits, ImageFolder, RandomImages
 from shardwise.models.data.text import byte_encoding, encode_files, stdlib_tokens, tokenizer_encoding
 from shardwise.models.data.tokens import RandomTokens, TokenWindows, open_tokens
-from shardwise.base.errors import InvalidData, UnknownName
 
 _NUM_RANDOM_SAMPLES = 10_000
 

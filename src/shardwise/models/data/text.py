@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.models.data.tokens import TokenPiece
 from shardwise.base.errors import InvalidData, MissingExtra, UnknownName
 from shardwise.base.files.data_file import UnreadableFile, open_to_read, parse_json
+from shardwise.models.data.tokens import TokenPiece
 
 # Larger files are encoded in pieces, cut at line ends, so that memory stays bounded.
 _PIECE_CHARS = 2**20

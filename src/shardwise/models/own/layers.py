@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.state.checkpoint.padded_rows import PaddedRows
 from shardwise.models.shapes import GPTShape, ViTShape
+from shardwise.state.checkpoint.padded_rows import PaddedRows
 
 
 class Linear(nn.Linear):

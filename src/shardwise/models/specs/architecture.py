@@ -7,7 +7,7 @@ architecture, fits the polynomials, and stores them in architectures/:
     fixed    key of the config → values with which the laws hold
     is_large whether the embedding and the head are units of their own, which depends on their size; null: tied
     sizes    a letter → key of the config
-    spec     as program/spec/store.py writes it; a size is {"=": "2hf+4gd"}, the last block {last}, and laws are polynomials
+    spec     as program/spec/store.py writes it; a size is {"=": "2hf+4gd"}, the last block {last}, laws are polynomials
 
 A config with any other key that could matter, or with another version of transformers installed, is traced instead.
 """

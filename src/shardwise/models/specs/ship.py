@@ -11,11 +11,11 @@ from shardwise.models.catalogue import shape_of
 from shardwise.models.shapes import TokenShape
 from shardwise.models.specs.spec_store import FOLDER
 from shardwise.models.tasks import load_task
+from shardwise.models.trace.observe import Way
+from shardwise.models.trace.trace import trace_model
 from shardwise.program.spec import ModelSpec
 from shardwise.program.spec.step import COMPILED
 from shardwise.program.spec.store import save_spec
-from shardwise.models.trace.observe import Way
-from shardwise.models.trace.trace import trace_model
 
 WAYS = (
     *(Way(computes_in=dtype, recompute=how) for dtype in ("fp32", "bf16") for how in ("none", "full", "selective")),

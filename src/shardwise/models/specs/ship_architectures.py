@@ -21,12 +21,12 @@ from torch import nn
 from shardwise.base.files.atomic import atomic_write
 from shardwise.models.specs.architecture import FOLDER, SIZES, short_version
 from shardwise.models.tasks.transformers_task import task_of_model
+from shardwise.models.trace.observe import Way
+from shardwise.models.trace.trace import trace_model
 from shardwise.models.transformers_model import imported, model_of_config
 from shardwise.program.spec import ModelSpec
 from shardwise.program.spec.step import Law, StepTrace, Stream
 from shardwise.program.spec.store import encode
-from shardwise.models.trace.observe import Way
-from shardwise.models.trace.trace import trace_model
 
 WAYS = tuple(Way(computes_in="bf16", recompute=how) for how in ("none", "selective", "full"))
 LENGTHS = (2048, 1024, 512)

@@ -13,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwise.base.vocabulary.collection import without_collection
 from shardwise.models.catalogue import shape_of
 from shardwise.models.shapes import GPTShape, TokenShape
 from shardwise.models.specs.architecture import architecture_for
@@ -22,7 +23,6 @@ from shardwise.models.specs.states_only import states_only
 from shardwise.program.spec import ModelSpec
 from shardwise.program.spec.step import COMPILED, FP8_WAYS
 from shardwise.program.spec.store import load_spec
-from shardwise.base.vocabulary.collection import without_collection
 
 if TYPE_CHECKING:
     from shardwise.models.tasks import Task

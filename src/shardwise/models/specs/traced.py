@@ -5,9 +5,9 @@ from dataclasses import replace
 
 from shardwise.engine.activations.tiled import check_tiles, tile_modules
 from shardwise.models.tasks import Task
+from shardwise.models.trace import Way, trace_model
 from shardwise.plan.patterns import AUTO_UNITS
 from shardwise.program.spec import ModelSpec
-from shardwise.models.trace import Way, trace_model
 
 
 def trace_task(

@@ -28,9 +28,9 @@ def load_task(
 ) -> Task:
     """Return the task of a catalogue model, of your own function, or of another library's model (hf:, timm:, …).
 
-    `dataset` is a spelling of models/data/source.py; without one the task has no data. `seq` and `image` change the model's
-    sequence length and image size, or are arguments of your function. With `device="meta"` no weights are allocated;
-    models of other libraries are always made so.
+    `dataset` is a spelling of models/data/source.py; without one the task has no data. `seq` and `image` change the
+    model's sequence length and image size, or are arguments of your function. With `device="meta"` no weights are
+    allocated; models of other libraries are always made so.
     """
     kind, name = kind_of(reference)
     if kind in FOREIGN:

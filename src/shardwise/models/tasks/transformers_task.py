@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.models.data.source import token_splits
 from shardwise.base.errors import InvalidData, InvalidModel
 from shardwise.models.catalogue import default_seq
+from shardwise.models.data.source import token_splits
 from shardwise.models.hub_cache import config_folder
 from shardwise.models.make import build_model
 from shardwise.models.shapes import TransformersShape

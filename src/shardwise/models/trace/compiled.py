@@ -16,11 +16,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwise.base.errors import TorchChanged
-from shardwise.program.spec import ROOT
 from shardwise.base.torch_internals import torch_private
 from shardwise.models.trace.cut import geometry, kind_of
 from shardwise.models.trace.patch import replaced_forward
 from shardwise.models.trace.recorder import OpRecorder
+from shardwise.program.spec import ROOT
 
 Forward = Callable[..., Any]
 Compiled = Callable[[list[Tensor], list[Tensor]], Any]

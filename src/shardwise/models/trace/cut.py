@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from shardwise.models.trace.patch import replaced_forward
 from shardwise.program.spec import ROOT
 from shardwise.program.spec.step import BEFORE_BACKWARD, BEFORE_FORWARD, FORWARD, Run, StepRow, StepTrace
-from shardwise.models.trace.patch import replaced_forward
 
 # A shorter run would save nothing.
 _LEAST = 5

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from shardwise.program.spec.step import FP8_WAYS
 from shardwise.base.torch_internals.torch_private import BatchNorm, FakeTensorMode
+from shardwise.program.spec.step import FP8_WAYS
 from shardwise.program.units.carried_tensors import carried_tensors
 
 COMPUTE_DTYPES: dict[str, torch.dtype | None] = {

@@ -10,10 +10,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from shardwise.base.errors import InvalidModel, ShardwiseError
+from shardwise.base.torch_internals import torch_private
+from shardwise.base.torch_internals.torch_private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from shardwise.engine.activations.recompute import recompute_unit
 from shardwise.engine.core.precision import cast_inputs
 from shardwise.engine.hooks.step_hooks import StepHooks
-from shardwise.base.errors import InvalidModel, ShardwiseError
+from shardwise.models.trace.compiled import compiled_units
+from shardwise.models.trace.cut import CannotCutError, Skipper
+from shardwise.models.trace.fake import COMPUTE_DTYPES, fake_batch, fake_model
+from shardwise.models.trace.gpu_kernels import IN_FP32, SCRATCH, GpuKernels
+from shardwise.models.trace.patch import replaced_forward
+from shardwise.models.trace.recorder import OpRecorder, TraceEntry
+from shardwise.models.trace.values import KnownValues, answers_as_eager
 from shardwise.program.spec import NONE, ROOT, most_demanding
 from shardwise.program.spec.step import (
     AFTER_FORWARD,
@@ -24,19 +37,6 @@ from shardwise.program.spec.step import (
     GRADS_READY,
     Run,
 )
-from shardwise.base.torch_internals import torch_private
-from shardwise.base.torch_internals.torch_private import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
-from shardwise.models.trace.compiled import compiled_units
-from shardwise.models.trace.cut import CannotCutError, Skipper
-from shardwise.models.trace.fake import COMPUTE_DTYPES, fake_batch, fake_model
-from shardwise.models.trace.gpu_kernels import IN_FP32, SCRATCH, GpuKernels
-from shardwise.models.trace.patch import replaced_forward
-from shardwise.models.trace.recorder import OpRecorder, TraceEntry
-from shardwise.models.trace.values import KnownValues, answers_as_eager
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 from shardwise.base.errors import InvalidModel
+from shardwise.models.trace.recorder import Accumulated, Born, Did, Died, RowMark, TraceEntry
 from shardwise.program.spec import ROOT
 from shardwise.program.spec.step import BEFORE_FORWARD, Act, Law, Op, Run, StepRow, StorageEvent, Stream, What, fit
-from shardwise.models.trace.recorder import Accumulated, Born, Did, Died, RowMark, TraceEntry
 
 Size = tuple[int, int]
 """(batch, length of a sample)."""

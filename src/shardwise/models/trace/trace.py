@@ -8,13 +8,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.base.errors import InvalidModel
-from shardwise.plan.patterns import UnitPolicy
-from shardwise.program.spec import ANNOUNCED, ModelSpec, TensorSpec, UnitSpec
-from shardwise.program.spec.step import Law, Run, StepRow, StepTrace, fit
 from shardwise.models.trace.cut import CannotCutError, find_runs, in_call_order
 from shardwise.models.trace.fp8 import fp8_layers
 from shardwise.models.trace.observe import ObservedStep, TracedTask, Way, observe
 from shardwise.models.trace.rows import Size, to_rows
+from shardwise.plan.patterns import UnitPolicy
+from shardwise.program.spec import ANNOUNCED, ModelSpec, TensorSpec, UnitSpec
+from shardwise.program.spec.step import Law, Run, StepRow, StepTrace, fit
 from shardwise.program.units import model_spec, unit_modules
 from shardwise.program.units.carried_tensors import carried_tensors
 

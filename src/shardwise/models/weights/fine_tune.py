@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.state.checkpoint.tensor_file import TensorEntry, write_tensors
-from shardwise.engine.prepared.weight_stream import full_parameters
 from shardwise.base.errors import InvalidData, InvalidModel
 from shardwise.base.files.atomic import atomic_write
+from shardwise.engine.prepared.weight_stream import full_parameters
 from shardwise.models.catalogue import default_seq
 from shardwise.models.hub_cache import config_folder
 from shardwise.models.specs.spec_request import Adaptation
@@ -33,6 +32,7 @@ from shardwise.models.weights.pretrained import (
     warn_of_differences,
 )
 from shardwise.models.weights.quantised import QuantisedWeights, quantise
+from shardwise.state.checkpoint.tensor_file import TensorEntry, write_tensors
 
 _PREFIX = "base_model.model."
 _TOKENIZER = "tokenizer.json"

@@ -18,18 +18,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.state.checkpoint.tensor_file import TensorEntry, TensorFile, opened, write_tensors
-from shardwise.state.checkpoint.weight_files import INDEX, ONE_FILE, divide_weights, write_index
+from shardwise.base.errors import InvalidData, InvalidModel, ShardwiseError
+from shardwise.base.files.atomic import atomic_write
+from shardwise.base.files.data_file import UnreadableFile, read_json
+from shardwise.base.vocabulary.tested_versions import warn_if_untested
 from shardwise.comm.groups.agreement import meet
 from shardwise.engine.owned_model import OwnedModel
 from shardwise.engine.prepared.weight_stream import full_parameters
 from shardwise.engines import prepare, require_engine
-from shardwise.base.errors import InvalidData, InvalidModel, ShardwiseError
-from shardwise.base.files.atomic import atomic_write
-from shardwise.base.files.data_file import UnreadableFile, read_json
 from shardwise.plan import Plan, as_plan
 from shardwise.plan.limits import LIMITS
-from shardwise.base.vocabulary.tested_versions import warn_if_untested
+from shardwise.state.checkpoint.tensor_file import TensorEntry, TensorFile, opened, write_tensors
+from shardwise.state.checkpoint.weight_files import INDEX, ONE_FILE, divide_weights, write_index
 
 # The default size of Hugging Face's files.
 _MOST_FILE_BYTES = 50 * 10**9

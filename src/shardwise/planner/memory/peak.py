@@ -6,6 +6,7 @@ from functools import lru_cache
 from operator import attrgetter
 
 from shardwise.base.errors import InvalidPlan
+from shardwise.base.vocabulary.categories import OTHER
 from shardwise.plan import Plan
 from shardwise.plan.placement import Mesh
 from shardwise.planner.engine_model import engine_model_of
@@ -24,7 +25,6 @@ from shardwise.planner.ways import fp8_traces, traced_ways
 from shardwise.planner.whole_matrices import with_owners
 from shardwise.program.spec import ModelSpec
 from shardwise.program.spec.step import COMPILED, StepTrace
-from shardwise.base.vocabulary.categories import OTHER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
+from shardwise.base.vocabulary.categories import ACTIVATIONS, CATEGORIES, GATHERED, REDUCE
 from shardwise.planner.memory.stream_peak import ColumnSum, StreamPeak
 from shardwise.program.spec.step import Line
-from shardwise.base.vocabulary.categories import ACTIVATIONS, CATEGORIES, GATHERED, REDUCE
 
 _INDEX = {name: index for index, name in enumerate(CATEGORIES)}
 _ACTIVATIONS, _GATHERED, _REDUCE = _INDEX[ACTIVATIONS], _INDEX[GATHERED], _INDEX[REDUCE]

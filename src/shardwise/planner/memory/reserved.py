@@ -24,6 +24,7 @@ from functools import lru_cache, partial
 from itertools import cycle, islice
 from operator import attrgetter
 
+from shardwise.base.vocabulary.categories import CATEGORIES
 from shardwise.planner.job import Job
 from shardwise.planner.memory.allocations import GRADIENTS, SLOTS, UNIT_GRAPHS, AllocationEntry, Ledger
 from shardwise.planner.memory.allocator import (
@@ -33,7 +34,6 @@ from shardwise.planner.memory.allocator import (
     MemoryBlock,
     OutOfMemory,
 )
-from shardwise.base.vocabulary.categories import CATEGORIES
 
 HeldBlocks = dict[int, tuple[MemoryBlock | None, int]]
 """Slot → its block (None for small allocations) and its size."""

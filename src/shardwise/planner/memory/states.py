@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from shardwise.base.errors import UnknownName
+from shardwise.base.vocabulary.layout import Layout, piece_of_slice
 from shardwise.plan import Plan
 from shardwise.plan.placement import Mesh, Placement
 from shardwise.planner.memory.constants import MemoryRules
@@ -16,7 +17,6 @@ from shardwise.program.buffers import FlatSpec, flat_specs, num_pieces
 from shardwise.program.rules.context import has_states_on_host
 from shardwise.program.spec import TensorSpec, UnitSpec
 from shardwise.program.spec.block_matrices import is_block_matrix
-from shardwise.base.vocabulary.layout import Layout, piece_of_slice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,12 +4,12 @@ From torch 2.11 to 2.13, torch/csrc/distributed/c10d/reducer.cpp and torch/distr
 engine/torch_engine/prepare.py configures them.
 """
 
+from shardwise.base.vocabulary.dtypes import BYTES_PER_ELEMENT, PRECISIONS
 from shardwise.plan import Plan
 from shardwise.plan.placement import Placement
 from shardwise.planner.memory.states import StateSetting, UnitStates
 from shardwise.program.buffers import param_dtypes
 from shardwise.program.spec import TensorSpec, UnitSpec
-from shardwise.base.vocabulary.dtypes import BYTES_PER_ELEMENT, PRECISIONS
 
 
 def ddp_states(unit: UnitSpec, *, placement: Placement, setting: StateSetting) -> UnitStates:

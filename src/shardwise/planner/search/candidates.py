@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
+from shardwise.base.vocabulary.html_table import html_table
+from shardwise.base.vocabulary.quantities import bytes_text
 from shardwise.hardware import Cluster
 from shardwise.hardware.cluster import capacity_bytes
 from shardwise.plan import Plan
@@ -21,8 +23,6 @@ from shardwise.planner.time.step_time import TimeEstimate, job_on, time_job
 from shardwise.planner.traffic import sent_bytes
 from shardwise.planner.ways import check_planned_fp8
 from shardwise.program.spec import ModelSpec
-from shardwise.base.vocabulary.html_table import html_table
-from shardwise.base.vocabulary.quantities import bytes_text
 
 # What `Candidate.fits` may be, the best first.
 _FITS = ("yes", "tight", "unknown", "no")

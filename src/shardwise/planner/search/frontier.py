@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from shardwise.base.errors import InvalidPlan
+from shardwise.base.vocabulary.quantities import SIZE_EXAMPLE
 from shardwise.hardware.cluster import capacity_bytes, with_budget
 from shardwise.plan.limits import strategies_of
 from shardwise.planner.search.auto import costs_of, solve_for
 from shardwise.planner.search.candidates import Candidate, SpecFor, candidates
 from shardwise.planner.search.dial_cost import DialCosts
 from shardwise.planner.search.request import AutoRequest, NoPlanFits
-from shardwise.base.vocabulary.quantities import SIZE_EXAMPLE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The recommended candidate, the reason, and the condition for another, as values for report/text."""
+"""The recommended candidate, the reason, and the condition for another, as values for measure/report/text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

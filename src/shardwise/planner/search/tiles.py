@@ -2,10 +2,10 @@
 
 from collections import defaultdict
 
+from shardwise.base.vocabulary.heads import HEADS
 from shardwise.plan import Plan
 from shardwise.plan.limits import LIMITS
 from shardwise.program.spec import ROOT, ModelSpec
-from shardwise.base.vocabulary.heads import HEADS
 
 # Names of modules that act on each token by itself, in the models of this package and of others.
 _NAMES = ("feed_forward", "mlp", "ffn")

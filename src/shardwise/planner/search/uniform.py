@@ -3,6 +3,7 @@
 from dataclasses import replace
 from math import inf
 
+from shardwise.base.vocabulary.quantities import bytes_text
 from shardwise.hardware.cluster import capacity_bytes, with_budget
 from shardwise.plan.limits import LIMITS, strategies_of
 from shardwise.plan.placement import STRATEGIES
@@ -19,7 +20,6 @@ from shardwise.planner.search.request import (
     options_of,
 )
 from shardwise.planner.search.solver import Solver
-from shardwise.base.vocabulary.quantities import bytes_text
 
 
 def first_fit(costs: DialCosts, *, request: AutoRequest) -> Dial | None:

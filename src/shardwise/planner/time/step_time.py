@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
+from shardwise.base.vocabulary.span import Span
 from shardwise.hardware import Cluster
 from shardwise.hardware.borrowed import host_factor
 from shardwise.plan import Plan
@@ -18,7 +19,6 @@ from shardwise.planner.time.pieces import Pieces, Schedule, schedule_of, timed_p
 from shardwise.planner.time.queues import Queues, WorkSeconds
 from shardwise.program.spec import ModelSpec
 from shardwise.program.spec.step import IN_UNIT
-from shardwise.base.vocabulary.span import Span
 
 _FAR_AHEAD = 1e6
 MOST_ISSUED = 1024

@@ -3,6 +3,15 @@
 `units/` makes a spec from any `nn.Module`; the step program, the planner and the reports read it.
 """
 
-from shardwise.program.spec.model import ANNOUNCED, NONE, ROOT, UNANNOUNCED, ModelSpec, TensorSpec, UnitSpec, most_demanding
+from shardwise.program.spec.model import (
+    ANNOUNCED,
+    NONE,
+    ROOT,
+    UNANNOUNCED,
+    ModelSpec,
+    TensorSpec,
+    UnitSpec,
+    most_demanding,
+)
 
 __all__ = ["ANNOUNCED", "NONE", "ROOT", "UNANNOUNCED", "ModelSpec", "TensorSpec", "UnitSpec", "most_demanding"]

@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from shardwise.base.errors import InvalidModel
-from shardwise.program.spec.step import Law, StepTrace
 from shardwise.base.vocabulary.dtypes import BYTES_PER_ELEMENT
+from shardwise.program.spec.step import Law, StepTrace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

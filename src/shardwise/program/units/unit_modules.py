@@ -15,10 +15,10 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
 from shardwise.base.errors import InvalidModel
+from shardwise.base.torch_internals.torch_private import BatchNorm
 from shardwise.plan.patterns import Cut, UnitPolicy
 from shardwise.program.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
 from shardwise.program.spec.model import LARGE_ROOT_LAYER
-from shardwise.base.torch_internals.torch_private import BatchNorm
 from shardwise.program.units.scripted import class_name, is_scripted, scripted_around
 
 _STACKS = (nn.ModuleList, nn.Sequential)

@@ -1,15 +1,1 @@
-"""Checkpoints of a training: sharded, atomic, asynchronous, without pickle, loadable under any other plan."""
-
-from shardwise.state.checkpoint.checkpoints import Checkpoints, Loaded, SavedCheckpoint, Saving, open_checkpoint
-from shardwise.state.checkpoint.storage import CheckpointReader
-from shardwise.base.errors import CheckpointError
-
-__all__ = [
-    "CheckpointError",
-    "CheckpointReader",
-    "Checkpoints",
-    "Loaded",
-    "SavedCheckpoint",
-    "Saving",
-    "open_checkpoint",
-]
+"""Checkpoints on disk or in an object store. The names that users import are in `shardwise.checkpoint`."""

@@ -21,6 +21,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as planned_load
 from torch.optim import Optimizer
 
+from shardwise.base.errors import CheckpointError
+from shardwise.base.files.object_path import Location, ObjectPath, location
 from shardwise.state.checkpoint.contents import Loading, StateSnapshot, loading, snapshot
 from shardwise.state.checkpoint.disk import Disk
 from shardwise.state.checkpoint.folder import checkpoints_in
@@ -30,8 +32,6 @@ from shardwise.state.checkpoint.saving import write_checkpoint
 from shardwise.state.checkpoint.staging import Staging
 from shardwise.state.checkpoint.storage import CheckpointReader
 from shardwise.state.checkpoint.typed import from_json
-from shardwise.base.errors import CheckpointError
-from shardwise.base.files.object_path import Location, ObjectPath, location
 
 if TYPE_CHECKING:
     # Models import this package, and need no engine.

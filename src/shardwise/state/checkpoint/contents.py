@@ -11,6 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise.base.errors import CheckpointError
+from shardwise.comm.groups.dtensor import local_part
+from shardwise.engine.owned_model import OwnedModel, OwnedSlice
+from shardwise.engine.torch_engine.plain_model import state_of
 from shardwise.state.checkpoint.boxes import Boxes, share
 from shardwise.state.checkpoint.holding import holding
 from shardwise.state.checkpoint.late_numbers import LateNumbers
@@ -19,10 +23,6 @@ from shardwise.state.checkpoint.optimizer_state import OptimizerLoad, describe_o
 from shardwise.state.checkpoint.ranks import Ranks
 from shardwise.state.checkpoint.staging import Staging
 from shardwise.state.checkpoint.typed import dtype_name, from_json, to_json
-from shardwise.comm.groups.dtensor import local_part
-from shardwise.engine.owned_model import OwnedModel, OwnedSlice
-from shardwise.base.errors import CheckpointError
-from shardwise.engine.torch_engine.plain_model import state_of
 
 if TYPE_CHECKING:
     # Models import this package, and need no engine.

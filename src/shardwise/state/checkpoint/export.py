@@ -11,17 +11,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from shardwise.base.errors import CheckpointError
+from shardwise.base.files.atomic import atomic_write
+from shardwise.base.files.object_path import Location
 from shardwise.state.checkpoint.disk import Disk
 from shardwise.state.checkpoint.folder import begin, commit, write_file
+from shardwise.state.checkpoint.hugging_face import HuggingFaceLayout, layout_of_ours, layout_of_theirs
 from shardwise.state.checkpoint.manifest import MODEL, Contents, Manifest, StoredBox, StoredTensor, box_key
 from shardwise.state.checkpoint.tensor_file import TensorEntry, TensorFile, opened_all, write_tensors
 from shardwise.state.checkpoint.typed import dtype_name
 from shardwise.state.checkpoint.verify import verify
 from shardwise.state.checkpoint.weight_files import INDEX, divide_weights, write_index
-from shardwise.base.errors import CheckpointError
-from shardwise.base.files.atomic import atomic_write
-from shardwise.base.files.object_path import Location
-from shardwise.state.checkpoint.hugging_face import HuggingFaceLayout, layout_of_ours, layout_of_theirs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

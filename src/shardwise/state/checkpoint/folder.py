@@ -23,11 +23,11 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from shardwise.base.errors import CheckpointError
+from shardwise.base.files.object_path import Location, ObjectPath
 from shardwise.state.checkpoint.disk import Disk, NewFile
 from shardwise.state.checkpoint.manifest import FILE_NAME, Manifest, StoredFile, read_manifest
 from shardwise.state.checkpoint.tensor_file import TensorEntry, write_tensors
-from shardwise.base.errors import CheckpointError
-from shardwise.base.files.object_path import Location, ObjectPath
 
 # A name in a folder is of the same kind as the folder.
 Place = TypeVar("Place", Path, ObjectPath)

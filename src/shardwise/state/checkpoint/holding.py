@@ -6,10 +6,10 @@ from math import prod
 
 from torch import Tensor, nn
 
-from shardwise.state.checkpoint.padded_rows import vocabularies
-from shardwise.engine.owned_model import OwnedModel, OwnedSlice
 from shardwise.base.errors import CheckpointError
+from shardwise.engine.owned_model import OwnedModel, OwnedSlice
 from shardwise.engine.torch_engine.plain_model import state_of
+from shardwise.state.checkpoint.padded_rows import vocabularies
 
 
 def holding(model: nn.Module) -> OwnedModel:

@@ -24,14 +24,26 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from shardwise.base.errors import CheckpointError
+from shardwise.base.files.data_file import UnreadableFile, read_json
+from shardwise.base.files.form import (
+    WrongForm,
+    anything,
+    each,
+    number,
+    optional,
+    record,
+    row,
+    string,
+    switch,
+    table,
+    whole,
+)
+from shardwise.base.files.object_path import Location
 from shardwise.state.checkpoint.boxes import Box, covers, cut, flat_index
 from shardwise.state.checkpoint.slice_runs import SliceRun, cover, slices_between
 from shardwise.state.checkpoint.tensor_file import checksum
 from shardwise.state.checkpoint.typed import dtype_name, dtype_of
-from shardwise.base.errors import CheckpointError
-from shardwise.base.files.data_file import UnreadableFile, read_json
-from shardwise.base.files.form import WrongForm, anything, each, number, optional, record, row, string, switch, table, whole
-from shardwise.base.files.object_path import Location
 
 FILE_NAME = "manifest.json"
 FORMAT = "shardwise-checkpoint"

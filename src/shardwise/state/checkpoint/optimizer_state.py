@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardwise.base.errors import CheckpointError
+from shardwise.engine.owned_model import OwnedSlice
 from shardwise.state.checkpoint.manifest import OPTIMIZER
 from shardwise.state.checkpoint.typed import dtype_name, dtype_of, from_json, to_json
-from shardwise.engine.owned_model import OwnedSlice
-from shardwise.base.errors import CheckpointError
 
 # Marks a state of the parameter's shape in the manifest, with its dtype instead of its value.
 _LIKE_PARAMETER = "__like_parameter__"

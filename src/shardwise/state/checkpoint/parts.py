@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from shardwise.base.errors import CheckpointError
+from shardwise.base.files.object_path import Location
 from shardwise.state.checkpoint.boxes import Boxes
 from shardwise.state.checkpoint.contents import StatePiece
 from shardwise.state.checkpoint.disk import Disk
@@ -29,8 +31,6 @@ from shardwise.state.checkpoint.manifest import (
 )
 from shardwise.state.checkpoint.slice_runs import SliceRun, cover, merged_runs
 from shardwise.state.checkpoint.tensor_file import TensorEntry
-from shardwise.base.errors import CheckpointError
-from shardwise.base.files.object_path import Location
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

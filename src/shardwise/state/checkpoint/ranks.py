@@ -5,10 +5,10 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from shardwise.base.errors import CheckpointError
 from shardwise.comm.groups.agreement import any_rank, by_first, exchange, on_each_rank, together
 from shardwise.comm.groups.groups import Group
 from shardwise.comm.groups.small_collectives import merge_on_first
-from shardwise.base.errors import CheckpointError
 
 T = TypeVar("T")
 

@@ -15,13 +15,13 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TypeVar
 
+from shardwise.base.errors import CheckpointError, DiskFailed
+from shardwise.base.files.object_path import Location, location
 from shardwise.state.checkpoint.contents import StateSnapshot
 from shardwise.state.checkpoint.disk import Disk
 from shardwise.state.checkpoint.folder import begin, commit, discard, prune
 from shardwise.state.checkpoint.parts import CheckpointPart, write_part
 from shardwise.state.checkpoint.ranks import Ranks, one_line
-from shardwise.base.errors import CheckpointError, DiskFailed
-from shardwise.base.files.object_path import Location, location
 
 T = TypeVar("T")
 

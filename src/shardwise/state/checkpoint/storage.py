@@ -10,11 +10,11 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from shardwise.base.errors import CheckpointError
+from shardwise.base.files.object_path import ObjectPath, location
 from shardwise.state.checkpoint.boxes import Box
 from shardwise.state.checkpoint.manifest import Manifest, StoredBox, box_key, box_of, read_manifest
 from shardwise.state.checkpoint.tensor_file import TensorFile, opened
-from shardwise.base.errors import CheckpointError
-from shardwise.base.files.object_path import ObjectPath, location
 
 
 class CheckpointReader(StorageReader):

@@ -1,9 +1,9 @@
 """Verify a checkpoint: every file matches its checksum and holds the boxes that the manifest names."""
 
-from shardwise.state.checkpoint.manifest import Manifest, box_key, read_manifest, verify_files
-from shardwise.state.checkpoint.tensor_file import opened_all
 from shardwise.base.errors import CheckpointError
 from shardwise.base.files.object_path import Location
+from shardwise.state.checkpoint.manifest import Manifest, box_key, read_manifest, verify_files
+from shardwise.state.checkpoint.tensor_file import opened_all
 
 
 def verify(path: Location) -> Manifest:

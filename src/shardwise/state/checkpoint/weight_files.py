@@ -4,8 +4,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from shardwise.state.checkpoint.tensor_file import TensorEntry
 from shardwise.base.files.atomic import atomic_write
+from shardwise.state.checkpoint.tensor_file import TensorEntry
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 

@@ -9,8 +9,8 @@ from bisect import bisect_right
 from collections import defaultdict
 from dataclasses import dataclass
 
-from shardwise.state.checkpoint.ranks import Ranks
 from shardwise.base.errors import CheckpointError
+from shardwise.state.checkpoint.ranks import Ranks
 from shardwise.state.recovery.generation import Record, RecordName, check_totals, mapped, read_record
 from shardwise.state.recovery.memory_folder import MemoryFolder
 

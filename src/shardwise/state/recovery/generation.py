@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.base.errors import CheckpointError
+from shardwise.base.files.data_file import UnreadableFile, open_to_read, parse_json, read_at_most
 from shardwise.state.checkpoint.contents import StatePiece
 from shardwise.state.checkpoint.manifest import Contents
 from shardwise.state.checkpoint.typed import dtype_name, dtype_of
-from shardwise.base.errors import CheckpointError
-from shardwise.base.files.data_file import UnreadableFile, open_to_read, parse_json, read_at_most
 
 OWN, COPY = "own", "copy"
 _ALIGNMENT = 64

@@ -20,10 +20,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from shardwise.comm.job.job_environment import memory_root
 from shardwise.base.errors import CheckpointError
 from shardwise.base.files.data_file import read_at_most
 from shardwise.base.files.held_folder import holding, is_private
+from shardwise.comm.job.job_environment import memory_root
 
 _PREFIX = "shardwise-"
 _KEY = re.compile(r"[0-9a-f]{32}")

@@ -9,12 +9,12 @@ import json
 import os
 from pathlib import Path
 
-from shardwise.comm.job.job_environment import SNAPSHOTS, rendezvous_of, start_of
 from shardwise.base.errors import CheckpointError, InvalidJob
 from shardwise.base.files.atomic import atomic_write
 from shardwise.base.files.data_file import UnreadableFile, read_json
-from shardwise.state.recovery.memory_folder import free_memory, is_key, new_key
 from shardwise.base.torch_internals.torch_private import TCPStore
+from shardwise.comm.job.job_environment import SNAPSHOTS, rendezvous_of, start_of
+from shardwise.state.recovery.memory_folder import free_memory, is_key, new_key
 
 FILE_NAME = "snapshots.json"
 _IN_STORE = "shardwise/snapshots"

@@ -6,10 +6,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.state.checkpoint.checkpoints import Checkpoints, Loaded
-from shardwise.state.checkpoint.folder import checkpoints_in, step_of
 from shardwise.comm.groups.agreement import exchange
 from shardwise.engine.prepared.average import EMA
+from shardwise.state.checkpoint.checkpoints import Checkpoints, Loaded
+from shardwise.state.checkpoint.folder import checkpoints_in, step_of
 from shardwise.state.recovery.recovery import Recovery
 
 

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.state.checkpoint.checkpoints import Checkpoints, Loaded
+from shardwise.base.errors import CheckpointError, InvalidData
 from shardwise.comm.groups.agreement import on_each_rank
-from shardwise.comm.job.join import join_job
 from shardwise.comm.groups.step_flags import StepFlags
+from shardwise.comm.job.join import join_job
 from shardwise.engine.prepared.average import EMA
 from shardwise.engine.random_states import random_states, restore_random_states
-from shardwise.base.errors import CheckpointError, InvalidData
+from shardwise.state.checkpoint.checkpoints import Checkpoints, Loaded
 from shardwise.state.recovery.memory_key import key_for, key_of_job
 from shardwise.state.recovery.newest import newest_state
 from shardwise.state.recovery.recovery import Recovery

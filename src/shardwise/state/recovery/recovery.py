@@ -1,7 +1,7 @@
 """Keeps a training in memory while it runs, and brings it back. `shardwise train` and `protect` are built on this.
 
-after each step   ranks exchange the step of their newest whole snapshot (comm/groups/step_flags.py) ──▶ all know the newest
-                  one that is whole on all ranks, and begin the next one at the same step
+after each step   ranks exchange the step of their newest whole snapshot (comm/groups/step_flags.py) ──▶ all know the
+                  newest one that is whole on all ranks, and begin the next one at the same step
 at a start        the newest whole generation is found and loaded; older files go when a new one is whole
 """
 
@@ -15,13 +15,15 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from shardwise.base.errors import CheckpointError
+from shardwise.base.vocabulary.quantities import bytes_text, seconds_text
+from shardwise.comm.groups.step_flags import StepFlags
+from shardwise.engine.prepared.average import EMA
+from shardwise.engine.torch_engine.plain_model import state_of
 from shardwise.state.checkpoint.checkpoints import Loaded
 from shardwise.state.checkpoint.contents import snapshot
 from shardwise.state.checkpoint.late_numbers import LateNumbers
 from shardwise.state.checkpoint.ranks import Ranks
-from shardwise.comm.groups.step_flags import StepFlags
-from shardwise.engine.prepared.average import EMA
-from shardwise.base.errors import CheckpointError
 from shardwise.state.recovery.buddies import Buddies
 from shardwise.state.recovery.cadence import Cadence
 from shardwise.state.recovery.finding import Generation, Nodes, newest_whole
@@ -29,8 +31,6 @@ from shardwise.state.recovery.generation import NoRoom, start_of_file
 from shardwise.state.recovery.memory_folder import MemoryFolder, free_leftovers
 from shardwise.state.recovery.restoring import restore
 from shardwise.state.recovery.two_generations import NUM_GENERATIONS, Snapshots
-from shardwise.engine.torch_engine.plain_model import state_of
-from shardwise.base.vocabulary.quantities import bytes_text, seconds_text
 
 Tell = Callable[[str], None]
 _WHOLE, _EVERY, _REFUSED = "snapshot is whole", "steps between snapshots", "no snapshots"

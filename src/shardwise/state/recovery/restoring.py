@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise.engine.prepared.average import EMA
 from shardwise.state.checkpoint.boxes import Boxes
 from shardwise.state.checkpoint.checkpoints import Loaded
 from shardwise.state.checkpoint.contents import loading
@@ -21,7 +22,6 @@ from shardwise.state.checkpoint.manifest import OWN, Manifest, StoredTensor
 from shardwise.state.checkpoint.parts import merged_contents
 from shardwise.state.checkpoint.ranks import Ranks
 from shardwise.state.checkpoint.typed import from_json
-from shardwise.engine.prepared.average import EMA
 from shardwise.state.recovery.finding import Generation, HeldRecord, Nodes
 from shardwise.state.recovery.generation import StoredPiece, elements_of, mapped
 from shardwise.state.recovery.memory_folder import MemoryFolder

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from shardwise.base.errors import InvalidData
 from shardwise.base.files.keys import key
 from shardwise.base.files.object_path import check_url
+from shardwise.base.vocabulary.quantities import SIZE_EXAMPLE, byte_count
 from shardwise.models.catalogue import kind_of
 from shardwise.models.specs.spec_request import QUANTIZED, Adaptation
 from shardwise.training.config.config_section import ConfigSection, InvalidConfig
-from shardwise.base.vocabulary.quantities import SIZE_EXAMPLE, byte_count
 
 if TYPE_CHECKING:
     from shardwise.models.reference import Model

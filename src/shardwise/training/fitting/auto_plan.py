@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.groups.agreement import exchange
-from shardwise.comm.job.join import Place
 from shardwise.base.errors import InvalidPlan
 from shardwise.base.files.atomic import atomic_write
 from shardwise.base.files.data_file import UnreadableFile, parse_json, read_json
+from shardwise.comm.groups.agreement import exchange
+from shardwise.comm.job.join import Place
 from shardwise.hardware import Cluster
 from shardwise.hardware.cluster import capacity_bytes
 from shardwise.models.reference import Model
@@ -31,8 +31,8 @@ from shardwise.planner.search.auto import solve_plan
 from shardwise.planner.search.chosen_text import chosen_text
 from shardwise.planner.search.nearest import cost_of_change, find_smaller
 from shardwise.planner.search.request import AutoRequest, NoPlanFits
-from shardwise.training.fitting.automatic import job_cluster, solved_by_rank_0
 from shardwise.training.config.config import TrainConfig
+from shardwise.training.fitting.automatic import job_cluster, solved_by_rank_0
 from shardwise.training.fitting.memory_advice import optimizer_rule
 from shardwise.training.run_folder import AUTO, samples_of_step
 

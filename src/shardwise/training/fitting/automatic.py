@@ -10,8 +10,9 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.groups.agreement import on_each_rank
 from shardwise.base.errors import InvalidPlan
+from shardwise.base.vocabulary.segments import segments_expand
+from shardwise.comm.groups.agreement import on_each_rank
 from shardwise.hardware import Cluster, cluster_of
 from shardwise.hardware.cluster import make_cluster
 from shardwise.hardware.measuring.device_file import device_like
@@ -22,7 +23,6 @@ from shardwise.plan import Plan
 from shardwise.planner.search.auto import solve_plan
 from shardwise.planner.search.nearest import find_smaller
 from shardwise.planner.search.request import AutoRequest, NoPlanFits
-from shardwise.base.vocabulary.segments import segments_expand
 
 
 def auto_plan(

@@ -1,7 +1,7 @@
 """Advice on an out-of-memory error of a training: the planner's prediction, and a change of the plan that fits.
 
-The engine has already noted on the error what the memory was held for (engine/out_of_memory.py). The
-rank that failed runs `python -m shardwise.training.fitting.memory_advice`: tracing takes time, and a task of the user's may do
+The engine has already noted on the error what the memory was held for (engine/out_of_memory.py). The rank that
+failed runs `python -m shardwise.training.fitting.memory_advice`: tracing takes time, and a task of the user's may do
 anything when it is loaded again. That process uses no device, and imports torch only to trace.
 """
 
@@ -14,14 +14,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from shardwise.base.errors import ShardwiseError, UnknownName
+from shardwise.base.vocabulary.quantities import bytes_text
+from shardwise.base.vocabulary.segments import segments_expand
 from shardwise.hardware.cluster import Cluster, make_cluster
 from shardwise.hardware.measuring.device_file import device_like
 from shardwise.hardware.sourced import Sourced
 from shardwise.planner.search.nearest import changed_settings, nearest_fit
 from shardwise.training.config.config import TrainConfig
 from shardwise.training.config.config_sections import OptimizerSection
-from shardwise.base.vocabulary.quantities import bytes_text
-from shardwise.base.vocabulary.segments import segments_expand
 
 if TYPE_CHECKING:
     from shardwise.comm.job.join import Place

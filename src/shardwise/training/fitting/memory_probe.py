@@ -16,25 +16,25 @@ from functools import partial
 
 import torch
 
+from shardwise.base.vocabulary.quantities import bytes_text
 from shardwise.comm.groups.agreement import exchange
 from shardwise.engine.random_states import random_states, restore_random_states
 from shardwise.engines import replan, require_engine
 from shardwise.hardware.cluster import capacity_bytes, with_budget
-from shardwise.training.launch.failure import during
 from shardwise.plan import Plan
 from shardwise.plan.limits import LIMITS
 from shardwise.planner.engine_model import engine_model_of
 from shardwise.planner.search.request import NoPlanFits
-from shardwise.training.fitting.step_peak import step_peak
 from shardwise.training import run_folder
 from shardwise.training.fitting.auto_plan import ChosenPlan
 from shardwise.training.fitting.automatic import solved_by_rank_0
+from shardwise.training.fitting.step_peak import step_peak
+from shardwise.training.launch.failure import during
 from shardwise.training.loop.restored import restoring
-from shardwise.training.setup import open_batches
 from shardwise.training.loop.training_state import Training
 from shardwise.training.loop.training_step import run_passes
 from shardwise.training.loop.update import forwards, next_passes
-from shardwise.base.vocabulary.quantities import bytes_text
+from shardwise.training.setup import open_batches
 
 # Limits the plans that are solved again.
 _MAX_MOVES = 3

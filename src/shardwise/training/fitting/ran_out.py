@@ -10,9 +10,9 @@ from contextlib import contextmanager
 
 import torch
 
-from shardwise.training.launch.failure import avoided_next
 from shardwise.training.fitting.auto_plan import ChosenPlan
 from shardwise.training.fitting.memory_advice import advice
+from shardwise.training.launch.failure import avoided_next
 
 
 @contextmanager

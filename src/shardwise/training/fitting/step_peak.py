@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.engines import require_engine
 from shardwise.base.torch_internals.cpu_allocations import LiveBytes
 from shardwise.base.vocabulary.categories import HOST
+from shardwise.engines import require_engine
 
 _BLOCK = "block"
 

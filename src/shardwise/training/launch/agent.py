@@ -22,14 +22,14 @@ from typing import Any
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
+from shardwise.base.torch_internals import torch_private
+from shardwise.base.vocabulary.printable import printable_lines
 from shardwise.comm.autopsy.own_record import clear_records, clear_restarts, note_restart, path_of
 from shardwise.training.launch.failure import LAST_WORDS_SECONDS, Failure, announced, ended, first, reported
 from shardwise.training.launch.one_machine import OneMachine
 from shardwise.training.launch.rank_files import RankEnvironments, RankFiles, num_threads
 from shardwise.training.launch.stop_signals import STOP_SIGNALS
 from shardwise.training.launch.warm_start import WarmStart, forking
-from shardwise.base.torch_internals import torch_private
-from shardwise.base.vocabulary.printable import printable_lines
 
 _MONITOR_SECONDS = 0.05
 # How long a rank that has failed has to report, from when another rank's error is about it. It may still be saving, or

@@ -19,11 +19,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.comm.groups.rank_progress import PROGRESS
 from shardwise.base.errors import ShardwiseError
 from shardwise.base.files.atomic import atomic_write
 from shardwise.base.files.data_file import UnreadableFile, open_to_append, read_json
 from shardwise.base.vocabulary.process_output import own_lines
+from shardwise.comm.groups.rank_progress import PROGRESS
 
 # A rank that has failed exits within this time, whatever its threads and destructors wait for.
 LAST_WORDS_SECONDS = 3.0
@@ -162,7 +162,7 @@ def announce_exit(code: int) -> None:
 
 @contextmanager
 def stalls_reported() -> Iterator[None]:
-    """In this block, have the watchdog (comm/watch/watch.py) report the rank that stopped before it ends this process."""
+    """In this block, have the watchdog (comm/watch/watch.py) report the rank that stopped before this process ends."""
     before, PROGRESS.on_stall = PROGRESS.on_stall, lambda error, rank: report(error, rank=rank)
     try:
         yield

@@ -16,13 +16,13 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
+from shardwise.base.vocabulary.printable import printable_lines
+from shardwise.state.recovery.memory_folder import snapshots_of_launch
 from shardwise.training.launch.agent import Agent, JobFailed, JobStopped
 from shardwise.training.launch.folder_lock import InvalidFolder, locked
 from shardwise.training.launch.private_folder import private_folder
 from shardwise.training.launch.rank_files import RankFiles
 from shardwise.training.launch.stop_signals import STOP_SIGNALS
-from shardwise.state.recovery.memory_folder import snapshots_of_launch
-from shardwise.base.vocabulary.printable import printable_lines
 
 LOGS = "logs"
 """The folder with the ranks' logs, in the run folder."""

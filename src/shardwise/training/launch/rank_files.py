@@ -6,8 +6,8 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
-from shardwise.comm.job.job_environment import AUTOPSY, SNAPSHOTS, STORE
 from shardwise.base.files.data_file import open_to_append
+from shardwise.comm.job.job_environment import AUTOPSY, SNAPSHOTS, STORE
 from shardwise.training.launch.failure import LOG
 from shardwise.training.launch.rank_process import LAUNCHER
 

@@ -1,4 +1,4 @@
-"""`python -m shardwise.training.launch.rank_process PROGRAM ARGUMENTS…`: the process that the launcher starts for each rank.
+"""`python -m shardwise.training.launch.rank_process PROGRAM ARGUMENTS…`: the process of each rank of the launcher.
 
 It binds the process to its launcher and its log, then runs the program (a module, or a file that ends in .py) in this
 process, and reports errors that the program does not catch. No torch here: if the launcher is killed while its ranks
@@ -14,9 +14,9 @@ import runpy
 import signal
 import sys
 
-from shardwise.comm.job.job_environment import start_of
 from shardwise.base.errors import ShardwiseError
 from shardwise.base.files.data_file import read_content
+from shardwise.comm.job.job_environment import start_of
 from shardwise.training.launch.failure import announce_exit, report, stalls_reported, write_to_log
 from shardwise.training.launch.stop_signals import STOP_SIGNALS
 

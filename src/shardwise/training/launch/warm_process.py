@@ -1,4 +1,4 @@
-"""`python -m shardwise.training.launch.warm_process SOCKET MODULES…`: imports what ranks need, then forks ranks from itself.
+"""`python -m shardwise.training.launch.warm_process SOCKET MODULES…`: imports what ranks need, then forks them.
 
 Most of a start is imports, several seconds of CPU time; a fork takes milliseconds. This process starts no threads and
 never touches a GPU, so that forks of it are as good as new processes. A rank is forked twice: its parent exits, and the
@@ -17,8 +17,8 @@ import sys
 import time
 from typing import Any
 
-from shardwise.training.launch import rank_process
 from shardwise.base.vocabulary.collection import without_collection
+from shardwise.training.launch import rank_process
 
 READY = b"ready\n"
 _CUDA_NOT_INITIALIZED = 3

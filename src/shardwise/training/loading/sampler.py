@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwise.base.errors import InvalidData
 from shardwise.comm.job.job_environment import start_of
 from shardwise.training.loading.permutation import permute
-from shardwise.base.errors import InvalidData
 
 _BLOCK = 1024
 

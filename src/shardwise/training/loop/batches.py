@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader, Dataset
 
-from shardwise.training.loading.sampler import DistributedSampler
 from shardwise.base.errors import InvalidData
 from shardwise.training.launch.stop_signals import STOP_SIGNALS
+from shardwise.training.loading.sampler import DistributedSampler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

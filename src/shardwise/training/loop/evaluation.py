@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from shardwise.training.loading.sampler import DistributedSampler
 from shardwise.base.errors import InvalidData, InvalidModel
+from shardwise.training.loading.sampler import DistributedSampler
 from shardwise.training.loop.batches import Sharing, batches_of, to_device
 
 

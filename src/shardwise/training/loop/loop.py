@@ -4,23 +4,23 @@ from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
 
+from shardwise.base.vocabulary.quantities import seconds_text
 from shardwise.engine.random_states import random_states
 from shardwise.engines import find_engine
+from shardwise.training.config.learning_rate import lr_at
 from shardwise.training.launch.failure import during
 from shardwise.training.loop.batches import tokens_per_sample
 from shardwise.training.loop.compile_clock import CompileClock
 from shardwise.training.loop.evaluation import evaluate
-from shardwise.training.config.learning_rate import lr_at
 from shardwise.training.loop.metrics import MetricsRecorder, StepMetrics, Taken, Window
 from shardwise.training.loop.nonfinite import NonFinite, check_finite
 from shardwise.training.loop.optimizers import set_lr
 from shardwise.training.loop.preemption import Preemption
 from shardwise.training.loop.training_state import Training
 from shardwise.training.loop.update import next_passes
-from shardwise.base.vocabulary.quantities import seconds_text
 
 if TYPE_CHECKING:
-    from shardwise.checkpoint import Checkpoints
+    from shardwise.state.checkpoint.checkpoints import Checkpoints
 
 
 def run_steps(

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.groups.agreement import exchange
 from shardwise.base.files.atomic import atomic_write
 from shardwise.base.files.data_file import UnreadableFile, open_to_append, parse_json, read_content
+from shardwise.comm.groups.agreement import exchange
 from shardwise.training.config.config_section import InvalidConfig
 
 # A line takes about 500 bytes.

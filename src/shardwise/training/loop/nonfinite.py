@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from shardwise.base.errors import ShardwiseError
 from shardwise.comm.groups.agreement import exchange
 from shardwise.comm.groups.dtensor import local_part
-from shardwise.base.errors import ShardwiseError
 from shardwise.training.loop.metrics import StepMetrics
 from shardwise.training.loop.restored import restoring
 

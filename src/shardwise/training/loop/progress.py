@@ -6,9 +6,9 @@ from datetime import timedelta
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from shardwise.training.loop.metrics import StepMetrics, Writer
 from shardwise.base.vocabulary.printable import printable_lines
 from shardwise.base.vocabulary.quantities import MIB, seconds_text, significant
+from shardwise.training.loop.metrics import StepMetrics, Writer
 
 
 def progress_on(console: Console, *, first_step: int, num_steps: int) -> Writer:

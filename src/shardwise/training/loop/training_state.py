@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.training.loading.sampler import DistributedSampler
 from shardwise.engine.optimizer.scaler import GradScaler
 from shardwise.models.tasks import Task
-from shardwise.training.loop.batches import Sharing
 from shardwise.training.config.config import TrainConfig
+from shardwise.training.loading.sampler import DistributedSampler
+from shardwise.training.loop.batches import Sharing
 from shardwise.training.loop.nonfinite import FirstNonFinite
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise.base.errors import InvalidData
 from shardwise.engine.optimizer.scaler import GradScaler
 from shardwise.engines import accumulate, clip_grad_norm_, require_engine
-from shardwise.base.errors import InvalidData
 
 Pass = Callable[[], Tensor]
 """The forward of one pass; returns the part that it adds to the loss of the step."""

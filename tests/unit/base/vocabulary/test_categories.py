@@ -1,7 +1,7 @@
 from importlib.resources import files
 
-from shardwise.measure.report.text.plain_table import LETTERS, STYLES
 from shardwise.base.vocabulary.categories import CATEGORIES, HOST
+from shardwise.measure.report.text.plain_table import LETTERS, STYLES
 
 
 def test_a_category_is_named_once_and_host_memory_is_none() -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from shardwise.base.errors import InvalidData
 from shardwise.comm.autopsy.flight_recorder import read_dump
 from shardwise.comm.autopsy.record_folder import read_records
 from shardwise.doors.cli.app import main
-from shardwise.base.errors import InvalidData
 
 
 def entry(number: int, **fields: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from shardwise.base.errors import InvalidData
 from shardwise.comm.autopsy.findings import DISAGREE, FAILED, NO_RECORD, following, replaced, verdict
 from shardwise.comm.autopsy.own_record import (
     clear_records,
@@ -18,7 +19,6 @@ from shardwise.comm.autopsy.own_record import (
 )
 from shardwise.comm.autopsy.record import GroupRecord, Issued, RankRecord
 from shardwise.comm.autopsy.record_folder import read_records
-from shardwise.base.errors import InvalidData
 
 PROGRAM = ("gather a", "gather b", "reduce b", "reduce a")
 

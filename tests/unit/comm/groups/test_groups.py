@@ -7,8 +7,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from shardwise.comm.job.absent import absent_group
 from shardwise.comm.groups.groups import MeshGroups, mesh_groups
+from shardwise.comm.job.absent import absent_group
 from shardwise.plan.placement import Mesh
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from shardwise.comm.job.job_environment import STORE, Rendezvous, Start, rendezvous_of, start_of, why_alone
 from shardwise.base.errors import InvalidJob
+from shardwise.comm.job.job_environment import STORE, Rendezvous, Start, rendezvous_of, start_of, why_alone
 
 TORCHRUN = {
     "RANK": "5",

@@ -11,10 +11,10 @@ import pytest
 from torch._C._distributed_c10d import FileStore
 
 from reliability.said import say
+from shardwise.base.errors import InvalidJob
 from shardwise.comm.groups.agreement import RanksMissing
 from shardwise.comm.job.job_environment import Rendezvous
 from shardwise.comm.job.rendezvous import wait_for_ranks
-from shardwise.base.errors import InvalidJob
 
 
 def test_names_the_ranks_that_did_not_come(tmp_path: Path) -> None:

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from shardwise.comm.groups.rank_progress import RankProgress
 from shardwise.comm.watch import pace
 from shardwise.comm.watch.pace import Pace
-from shardwise.comm.groups.rank_progress import RankProgress
 
 
 @pytest.fixture

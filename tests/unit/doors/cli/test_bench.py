@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from measure.report.sample_bench import sample_bench
 
+from shardwise.base.errors import InvalidCluster
+from shardwise.doors.cli.app import main
+from shardwise.hardware import Cluster, device_of
+from shardwise.hardware.calibration import HostSpeed, shipped_calibration
 from shardwise.measure.bench.benchmark import Asked, BenchStopped
 from shardwise.measure.bench.recommendation import recommended
 from shardwise.measure.bench.results import Bench, Difference, Equivalence
-from shardwise.doors.cli.app import main
-from shardwise.base.errors import InvalidCluster
-from shardwise.hardware import Cluster, device_of
-from shardwise.hardware.calibration import HostSpeed, shipped_calibration
 
 
 @pytest.fixture

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 import typer
-from plans import bad_plan_files
 from measure.report.sample_bench import sample_bench
+from plans import bad_plan_files
 from torch import nn
 
 import shardwise
+from shardwise.base.errors import InvalidPlan, ShardwiseError
+from shardwise.base.vocabulary import tested_versions
 from shardwise.checkpoint import Checkpoints
 from shardwise.doors.cli.app import app, main
 from shardwise.doors.cli.help_pages import COMMANDS, OPTIONS
-from shardwise.base.errors import InvalidPlan, ShardwiseError
 from shardwise.models.catalogue import CATALOGUE
 from shardwise.plan import Plan
-from shardwise.base.vocabulary import tested_versions
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

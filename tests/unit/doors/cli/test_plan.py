@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from shardwise.base.vocabulary.categories import CATEGORIES
 from shardwise.doors.cli.app import main
 from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES, Mesh
 from shardwise.planner.search.auto import Solved
 from shardwise.planner.search.candidates import SpecFor, cost
 from shardwise.planner.search.request import AutoRequest
-from shardwise.base.vocabulary.categories import CATEGORIES
 
 
 def run(*arguments: str, command: tuple[str, ...] = ("plan",)) -> int:

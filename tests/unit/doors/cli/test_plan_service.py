@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
+from shardwise.base.errors import ShardwiseError
 from shardwise.doors.cli import plan_page
 from shardwise.doors.cli.app import main
 from shardwise.doors.cli.plan_options import PlanOptions
 from shardwise.doors.cli.plan_service import PlanService
-from shardwise.base.errors import ShardwiseError
-from shardwise.plan import Plan
 from shardwise.measure.report.planner_page.planner_server import Superseded
+from shardwise.plan import Plan
 
 MODEL = "gpt2-124m"
 

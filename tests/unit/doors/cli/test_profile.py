@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.base.vocabulary.categories import CATEGORIES
 from shardwise.doors.cli.app import main
 from shardwise.plan.placement import STRATEGIES
-from shardwise.base.vocabulary.categories import CATEGORIES
 
 SMALL = ("gpt-tiny", "--seq", "8", "--device", "cpu", "--steps", "1")
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from shardwise.base.errors import InvalidModel
 from shardwise.doors.cli.plan_answer import PlanQuestion, WayOut, answer
 from shardwise.doors.cli.plan_options import PlanOptions
 from shardwise.doors.cli.plan_question import question_of
 from shardwise.doors.cli.ways_out import LORA_RANK, ways_out
-from shardwise.base.errors import InvalidModel
 from shardwise.plan.placement import AUTO
 
 ALONE = ("devices", "host memory", "LoRA", "QLoRA", "gradients summed in bf16")

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import shardwise
-from shardwise.engine.activations.tiled import tile_modules
 from shardwise.base.errors import InvalidModel
 from shardwise.doors.integrations.lean_causal_loss import LeanCausalLoss
+from shardwise.engine.activations.tiled import tile_modules
 
 transformers = pytest.importorskip("transformers")
 

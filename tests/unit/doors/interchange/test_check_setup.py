@@ -9,8 +9,8 @@ import tomli_w
 import yaml
 from setups import ACCELERATE, DEEPSPEED, HEALTHY, LIGHTNING, PLANTED, TORCHTITAN, TRAINER, changed
 
-from shardwise.doors.cli.app import main
 from shardwise.base.errors import InvalidPlan
+from shardwise.doors.cli.app import main
 from shardwise.doors.interchange.check_setup import check_setup
 from shardwise.doors.interchange.mistakes import TITLES
 from shardwise.doors.interchange.recognise import read_setup

@@ -2,9 +2,9 @@
 
 import pytest
 
-from shardwise.hardware.cluster import parse_cluster
 from shardwise.doors.interchange.foreign_setup import ForeignSetup
 from shardwise.doors.interchange.predicted import predict
+from shardwise.hardware.cluster import parse_cluster
 from shardwise.models.reference import Model
 from shardwise.plan import Plan
 

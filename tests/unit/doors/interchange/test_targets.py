@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.doors.cli.app import main
 from shardwise.base.errors import InvalidPlan, UnknownName
+from shardwise.doors.cli.app import main
 from shardwise.doors.interchange.check_setup import check_setup
 from shardwise.doors.interchange.exported import JobShape
 from shardwise.doors.interchange.recognise import read_setup

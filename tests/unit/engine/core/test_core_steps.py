@@ -11,10 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise import Plan
+from shardwise.base.errors import InvalidData, InvalidModel
 from shardwise.comm.job.absent import absent_group
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.engine import engine_of, tape
-from shardwise.base.errors import InvalidData, InvalidModel
 from shardwise.plan.placement import STRATEGIES, Mesh
 from shardwise.program import Kind, build, build_first_step
 from shardwise.program.spec import ROOT, UNANNOUNCED

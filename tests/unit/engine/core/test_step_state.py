@@ -2,8 +2,8 @@
 
 import pytest
 
-from shardwise.engine.core.step_state import Move, Phase, StepState
 from shardwise.base.errors import ShardwiseError
+from shardwise.engine.core.step_state import Move, Phase, StepState
 
 
 def after(*moves: Move) -> StepState:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import Plan, prepare
-from shardwise.comm.job.absent import AbsentCollectives, absent_group
 from shardwise.base.errors import InvalidModel
+from shardwise.comm.job.absent import AbsentCollectives, absent_group
 
 
 class Sliced(nn.Module):

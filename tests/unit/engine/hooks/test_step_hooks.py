@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.engine.hooks.step_hooks import StepHooks
 from shardwise.base.errors import InvalidModel
+from shardwise.engine.hooks.step_hooks import StepHooks
 from shardwise.program.spec import ANNOUNCED, NONE, ROOT, UNANNOUNCED
 
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from shardwise.base.errors import InvalidPlan
 from shardwise.engine.offload import host_room
 from shardwise.engine.offload.host_room import check_host_room
-from shardwise.base.errors import InvalidPlan
 from shardwise.plan import Plan
 from shardwise.plan.placement import Mesh
 from shardwise.program.spec import ROOT, ModelSpec, TensorSpec, UnitSpec

@@ -13,9 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from shardwise.base.vocabulary.layout import ALIGNMENT
 from shardwise.engine.optimizer.known import Stepped, judge
 from shardwise.engine.optimizer.reach import NUM_STEPS, Reach, Verdict, probe
-from shardwise.base.vocabulary.layout import ALIGNMENT
 
 CPU = torch.device("cpu")
 ELEMENTWISE: dict[str, Callable[[Any], Optimizer]] = {

@@ -12,14 +12,14 @@ import torch
 from torch.torch_version import TorchVersion
 from typer.testing import CliRunner
 
-from shardwise.doors.cli.app import app
 from shardwise.base.errors import InvalidCluster, InvalidData
+from shardwise.doors.cli.app import app
 from shardwise.hardware import cluster_of, device_of
 from shardwise.hardware.borrowed import kernel_model_of
 from shardwise.hardware.calibration import read_calibration, shipped_calibration
+from shardwise.hardware.kernel_model import correction, product, product_seconds
 from shardwise.hardware.measuring.device_file import device_like, device_table, write_table
 from shardwise.hardware.measuring.fit import fit_calibration, fit_link, kernel_of_probe
-from shardwise.hardware.kernel_model import correction, product, product_seconds
 from shardwise.hardware.measuring.measure import Stopwatch, kernel_of
 from shardwise.hardware.measuring.nccl_tests import read_nccl_tests
 from shardwise.hardware.measuring.probe import Probe, cpu_probes, cuda_probes, probe_of

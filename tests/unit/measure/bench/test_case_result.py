@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from measure.report.sample_bench import sample_bench
 
+from shardwise.base.vocabulary.span import busy_seconds, exposed_gaps
 from shardwise.measure.bench.case_result import CaseResult
 from shardwise.measure.bench.results import load_bench
 from shardwise.measure.bench.results_form import CASE
-from shardwise.base.vocabulary.span import busy_seconds, exposed_gaps
 
 RESULTS = sorted((Path(__file__).parents[4] / "benchmarks" / "results").glob("bench_*.json"))
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from shardwise.base.errors import UnknownName
 from shardwise.measure.bench import contestants
 from shardwise.measure.bench.contestants import ENGINES, plan_for, why_not
 from shardwise.measure.bench.modes import mode_of, without_mode
-from shardwise.base.errors import UnknownName
 from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES
 from shardwise.training.config.config import TrainConfig

@@ -6,8 +6,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from shardwise.measure.bench.gradients import parts_of, plain_name
 from shardwise.comm.job.absent import absent_group
+from shardwise.measure.bench.gradients import parts_of, plain_name
 
 
 @pytest.mark.parametrize(

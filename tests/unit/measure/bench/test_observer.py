@@ -9,9 +9,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from shardwise.measure.bench.observer import Observer, stepped_dtypes
 from shardwise.comm.job.absent import absent_group
 from shardwise.hardware.measuring.measure_ranks import _all_gather, _reduce_scatter
+from shardwise.measure.bench.observer import Observer, stepped_dtypes
 
 NUM_RANKS = 4
 NUM_BYTES = 4 * 16

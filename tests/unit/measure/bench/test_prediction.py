@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from shardwise.base.errors import InvalidCluster, UnknownName
 from shardwise.measure.bench.case import cases_of
 from shardwise.measure.bench.prediction import cluster_here, forecast_of
-from shardwise.base.errors import InvalidCluster, UnknownName
 from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.memory.states import OPTIMIZERS
 from shardwise.training.config.config import TrainConfig

@@ -7,13 +7,13 @@ import pytest
 from rich.console import Console
 
 from shardwise.base.errors import ShardwiseError
-from shardwise.models.reference import Model
-from shardwise.plan import Plan
+from shardwise.base.vocabulary.categories import CATEGORIES
 from shardwise.measure.profile.compare import DoesNotFit, Profile, predict, profile
 from shardwise.measure.profile.memory_ledger import LedgerEntry, MemoryLedger
 from shardwise.measure.profile.rehearsal import Measured, Rehearsal, RehearsalFailed, rehearse_apart
 from shardwise.measure.report.text.profile_table import as_data, as_table
-from shardwise.base.vocabulary.categories import CATEGORIES
+from shardwise.models.reference import Model
+from shardwise.plan import Plan
 
 # As on a GPU: specs of the catalogue come with the package, so that nothing has to be traced.
 JOB = Rehearsal(model="gpt2-124m", plan=Plan(precision="bf16"), num_ranks=8, device="cuda")

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from shardwise.measure.profile.cuda_allocations import _allocations
 from shardwise.base.vocabulary.allocation import FOREVER, Allocation
+from shardwise.measure.profile.cuda_allocations import _allocations
 
 
 def event(action: str, address: int, size: int = 512) -> dict[str, Any]:

@@ -1,10 +1,12 @@
 """A bench that nobody ran: the planner's own numbers in the place of measured ones, for pages and tables."""
 
+from shardwise.base.vocabulary.categories import CATEGORIES
+from shardwise.hardware import cluster_of
 from shardwise.measure.bench.case_result import CaseResult, PredictedCase, UnitOutline
 from shardwise.measure.bench.results import Bench, Equivalence
 from shardwise.measure.bench.spread import Spread
 from shardwise.measure.bench.tape_spans import Happening
-from shardwise.hardware import cluster_of
+from shardwise.measure.profile.memory_ledger import LedgerEntry, MemoryLedger
 from shardwise.models.reference import Model
 from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES
@@ -12,9 +14,7 @@ from shardwise.planner.memory.peak import estimate, job_of
 from shardwise.planner.memory.replay import row_peaks
 from shardwise.planner.search.candidates import cost
 from shardwise.planner.time.step_time import timeline
-from shardwise.measure.profile.memory_ledger import LedgerEntry, MemoryLedger
 from shardwise.program import build
-from shardwise.base.vocabulary.categories import CATEGORIES
 
 NUM_RANKS = 4
 MICRO_BATCH = 2

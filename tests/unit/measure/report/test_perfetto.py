@@ -4,9 +4,9 @@ from dataclasses import replace
 import pytest
 from measure.report.sample_bench import sample_bench
 
+from shardwise.base.vocabulary.categories import CATEGORIES
 from shardwise.measure.bench.results import Bench
 from shardwise.measure.report.perfetto import trace_of
-from shardwise.base.vocabulary.categories import CATEGORIES
 
 
 @pytest.fixture(scope="module")

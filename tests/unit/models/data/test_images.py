@@ -6,8 +6,8 @@ import pytest
 import torch
 from PIL import Image
 
-from shardwise.models.data.images import Digits, ImageFolder, RandomImages
 from shardwise.base.errors import InvalidData
+from shardwise.models.data.images import Digits, ImageFolder, RandomImages
 
 
 def test_digits_are_split_without_overlap() -> None:

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from shardwise.base.errors import InvalidData, ShardwiseError, UnknownName
 from shardwise.models.data.source import image_splits, token_splits
 from shardwise.models.data.tokens import write_tokens
-from shardwise.base.errors import InvalidData, ShardwiseError, UnknownName
 
 
 def test_the_standard_library_is_split_into_training_and_evaluation() -> None:

@@ -4,10 +4,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from shardwise.base.errors import InvalidData, UnknownName
 from shardwise.models.data import text
 from shardwise.models.data.text import byte_encoding, encode_files, stdlib_tokens, tokenizer_encoding
 from shardwise.models.data.tokens import write_tokens
-from shardwise.base.errors import InvalidData, UnknownName
 
 
 def encode(*paths: Path, tmp_path: Path) -> list[list[int]]:

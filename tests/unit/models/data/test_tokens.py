@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.models.data.tokens import RandomTokens, TokenWindows, open_tokens, write_tokens
 from shardwise.base.errors import InvalidData
+from shardwise.models.data.tokens import RandomTokens, TokenWindows, open_tokens, write_tokens
 
 documents = st.lists(st.lists(st.integers(0, 69_999), min_size=1, max_size=20), min_size=1, max_size=6)
 

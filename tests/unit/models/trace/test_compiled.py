@@ -14,12 +14,12 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.autograd.graph import saved_tensors_hooks
 
 from shardwise.base.errors import InvalidModel
+from shardwise.models.trace.observe import ObservedStep, TracedTask, Way, observe
+from shardwise.models.trace.trace import trace_model
 from shardwise.plan import Plan
 from shardwise.planner.memory.peak import estimate
 from shardwise.program.spec import ROOT, ModelSpec
 from shardwise.program.spec.step import Act, Run, StepTrace, Stream, What
-from shardwise.models.trace.observe import ObservedStep, TracedTask, Way, observe
-from shardwise.models.trace.trace import trace_model
 from shardwise.program.units import model_spec
 
 WIDTH, SEQ = 32, 24

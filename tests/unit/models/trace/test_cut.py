@@ -5,11 +5,11 @@ import torch
 from torch import Tensor, nn
 
 import shardwise.models.trace.trace as traced
+from shardwise.models.trace.cut import find_runs
+from shardwise.models.trace.trace import trace_model
 from shardwise.plan import Plan
 from shardwise.planner import estimate
 from shardwise.program.spec import ModelSpec
-from shardwise.models.trace.cut import find_runs
-from shardwise.models.trace.trace import trace_model
 
 WIDTH = 8
 

@@ -16,10 +16,10 @@ from shardwise.models.shapes import GPTShape, LlamaShape
 from shardwise.models.specs.ship import make_ready_spec
 from shardwise.models.specs.spec_store import ready_spec
 from shardwise.models.tasks import Task, cross_entropy, cross_entropy_of_tokens, token_task
-from shardwise.program.spec import ROOT, ModelSpec
-from shardwise.program.spec.step import Act, StepTrace, What
 from shardwise.models.trace.observe import Way
 from shardwise.models.trace.trace import trace_model
+from shardwise.program.spec import ROOT, ModelSpec
+from shardwise.program.spec.step import Act, StepTrace, What
 
 GPT = GPTShape(num_layers=6, width=64, num_heads=4, vocab_size=256, max_seq=32)
 

@@ -15,12 +15,12 @@ from shardwise.models.reference import Model
 from shardwise.models.shapes import LlamaShape
 from shardwise.models.specs.traced import trace_task
 from shardwise.models.tasks import token_task
+from shardwise.models.trace.fp8 import fp8_layers
 from shardwise.plan import Plan
 from shardwise.planner.memory.peak import estimate
 from shardwise.planner.ways import fp8_traces, fp8_way
 from shardwise.program.buffers import fp8_weight_names
 from shardwise.program.spec.step import GATHERED, ROWWISE, TENSORWISE
-from shardwise.models.trace.fp8 import fp8_layers
 from shardwise.program.units import model_spec
 
 MEASURED = Path(__file__).parents[4] / "benchmarks" / "results" / "fp8_h200.json"

@@ -8,7 +8,9 @@ import torch
 from planned_specs import spec_for
 
 from shardwise.base.errors import InvalidPlan
+from shardwise.base.vocabulary.categories import CATEGORIES
 from shardwise.models.specs.states_only import states_only
+from shardwise.models.trace import Way, trace_model
 from shardwise.plan import Plan
 from shardwise.plan.placement import SHARDED, STRATEGIES, Mesh
 from shardwise.planner import estimate
@@ -16,8 +18,6 @@ from shardwise.planner.fold import Short, shorten
 from shardwise.planner.job import Job
 from shardwise.planner.memory.peak import _traces
 from shardwise.program.spec import ModelSpec, UnitSpec
-from shardwise.models.trace import Way, trace_model
-from shardwise.base.vocabulary.categories import CATEGORIES
 
 PLANS = [
     *(Plan(precision="bf16", strategy=name, engine="torch", accumulate=3) for name in ("ddp", "shard_grad_op", "fsdp")),

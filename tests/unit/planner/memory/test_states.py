@@ -3,12 +3,12 @@
 import pytest
 
 from shardwise.base.errors import UnknownName
+from shardwise.base.vocabulary.layout import lay_out
 from shardwise.plan import Plan
 from shardwise.plan.placement import SHARDED, STRATEGIES, Mesh
 from shardwise.planner.memory.constants import RULES
 from shardwise.planner.memory.states import OPTIMIZERS, StateSetting, optimizer_of, unit_states
 from shardwise.program.spec import TensorSpec, UnitSpec
-from shardwise.base.vocabulary.layout import lay_out
 
 UNIT = UnitSpec(
     name="block",

@@ -10,6 +10,7 @@ from planned_specs import spec_for
 from random_models import PLAN, RandomModel, random_model
 
 from shardwise.base.errors import InvalidPlan
+from shardwise.base.vocabulary.quantities import GIB
 from shardwise.hardware import Cluster, cluster_of
 from shardwise.models.reference import Model
 from shardwise.plan import Plan
@@ -22,7 +23,6 @@ from shardwise.planner.search.micro_batches import MicroBatches
 from shardwise.planner.search.request import RECOMPUTES, AutoRequest, NoPlanFits
 from shardwise.planner.search.reserved_search import _shrunk
 from shardwise.program.spec import ModelSpec
-from shardwise.base.vocabulary.quantities import GIB
 
 SHARES = (0.1, 0.3, 0.5, 0.8)
 GIBI = int(GIB.size)

@@ -8,13 +8,13 @@ from whole import in_turn
 from shardwise.base.errors import InvalidModel
 from shardwise.models.reference import Model
 from shardwise.models.tasks import cross_entropy, load_task
+from shardwise.models.trace.observe import Way
+from shardwise.models.trace.trace import trace_model
 from shardwise.plan import Plan
 from shardwise.planner.memory.peak import estimate
 from shardwise.program.spec import ROOT
 from shardwise.program.spec.losses import LOSSES, USUAL, with_loss
 from shardwise.program.spec.step import StepTrace, Stream
-from shardwise.models.trace.observe import Way
-from shardwise.models.trace.trace import trace_model
 
 MODELS = ("gpt-tiny", "llama-tiny")
 

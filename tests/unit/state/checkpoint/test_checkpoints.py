@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from reliability.said import say
+from shardwise.base.errors import DiskFailed
 from shardwise.checkpoint import CheckpointError, Checkpoints, open_checkpoint
 from shardwise.state.checkpoint.disk import Disk
 from shardwise.state.checkpoint.tensor_file import opened
 from shardwise.state.checkpoint.verify import verify
-from shardwise.base.errors import DiskFailed
 
 
 class Small(nn.Module):

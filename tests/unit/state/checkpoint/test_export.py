@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from shardwise.checkpoint import CheckpointError, Checkpoints, open_checkpoint
-from shardwise.state.checkpoint.export import export_weights, import_weights
-from shardwise.state.checkpoint.padded_rows import vocabularies
 from shardwise.base.errors import InvalidModel
+from shardwise.checkpoint import CheckpointError, Checkpoints, open_checkpoint
 from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape, LlamaShape
+from shardwise.state.checkpoint.export import export_weights, import_weights
+from shardwise.state.checkpoint.padded_rows import vocabularies
 
 GPT = GPTShape(num_layers=2, width=12, num_heads=3, vocab_size=31, max_seq=8)
 LLAMA = LlamaShape(num_layers=2, width=16, num_heads=4, num_kv_heads=2, ffn_width=24, vocab_size=29, max_seq=8)

@@ -12,11 +12,11 @@ from state.checkpoint.test_object_store import loaded_step, model_at, save
 from torch import nn
 
 from object_server import SECRET, Fault, ObjectServer, forget_clients, needs_server, objects, unfinished
-from shardwise.checkpoint import CheckpointError, Checkpoints
 from shardwise.base.errors import DiskFailed, InvalidData
 from shardwise.base.files import attempts, upload
 from shardwise.base.files.attempts import MOST_ATTEMPTS, attempted, redacted
 from shardwise.base.files.object_path import ObjectPath, location
+from shardwise.checkpoint import CheckpointError, Checkpoints
 
 pytestmark = [pytest.mark.timeout(60), needs_server]
 

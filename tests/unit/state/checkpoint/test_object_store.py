@@ -10,14 +10,14 @@ from torch import nn
 from typer.testing import CliRunner
 
 from object_server import SECRET, needs_server, objects, unfinished
+from shardwise.base.errors import InvalidData, MissingExtra
+from shardwise.base.files.object_path import Location, ObjectPath, location
 from shardwise.checkpoint import CheckpointError, Checkpoints, open_checkpoint
+from shardwise.doors.cli.app import app
 from shardwise.state.checkpoint.disk import Disk, NewFile
 from shardwise.state.checkpoint.export import export_weights, import_weights
 from shardwise.state.checkpoint.folder import checkpoints_in
 from shardwise.state.checkpoint.verify import verify
-from shardwise.doors.cli.app import app
-from shardwise.base.errors import InvalidData, MissingExtra
-from shardwise.base.files.object_path import Location, ObjectPath, location
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shardwise.state.checkpoint.tensor_file import DTYPES, TensorEntry, opened, write_tensors
 from shardwise.base.errors import CheckpointError
+from shardwise.state.checkpoint.tensor_file import DTYPES, TensorEntry, opened, write_tensors
 
 
 def tensors() -> dict[str, torch.Tensor]:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.state.checkpoint.typed import from_json, to_json
 from shardwise.base.errors import CheckpointError
+from shardwise.state.checkpoint.typed import from_json, to_json
 
 
 def through_json(value: Any) -> Any:

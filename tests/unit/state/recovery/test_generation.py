@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.base.errors import CheckpointError
 from shardwise.state.checkpoint.contents import StatePiece
 from shardwise.state.checkpoint.manifest import Contents
-from shardwise.base.errors import CheckpointError
 from shardwise.state.recovery.finding import HeldRecord
 from shardwise.state.recovery.generation import (
     COPY,

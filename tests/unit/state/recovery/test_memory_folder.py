@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.comm.job.job_environment import MEMORY
 from shardwise.base.errors import CheckpointError
 from shardwise.base.files.held_folder import holding
+from shardwise.comm.job.job_environment import MEMORY
 from shardwise.state.recovery import memory_folder
 from shardwise.state.recovery.memory_folder import MemoryFolder, free_leftovers, free_memory, new_key
 from shardwise.state.recovery.memory_key import forget, key_for, key_in

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from shardwise.doors.cli.app import main
 from shardwise.base.files.keys import reference
+from shardwise.doors.cli.app import main
 from shardwise.plan import Plan
 from shardwise.training.config.config import SECTIONS, TrainConfig, load_config
 from shardwise.training.config.config_section import InvalidConfig

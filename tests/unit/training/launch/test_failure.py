@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from shardwise.comm.groups.agreement import RanksDisagree, RanksMissing, about
 from shardwise.base.errors import CheckpointError, DiskFailed, InvalidPlan
+from shardwise.comm.groups.agreement import RanksDisagree, RanksMissing, about
 from shardwise.training.launch.failure import Failure, avoided_next, during, ended, failure_of, first, report, reported
 
 GLOO = "[/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:13963."

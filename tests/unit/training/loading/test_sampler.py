@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from shardwise.training.loading.sampler import DistributedSampler
 from shardwise.base.errors import InvalidData
+from shardwise.training.loading.sampler import DistributedSampler
 
 ranks = st.integers(1, 16)
 lengths = st.integers(0, 1000)

@@ -1,29 +1,29 @@
 """The anatomy of a step: the data of the picture in the page, the recorded tape of each strategy, frame by frame.
 
 What the ranks hold comes from replaying the tape (frames.py), bytes from the measured ledgers (CaseResult), and
-the rounds of the ring from measure/report/text/ring_rounds.py. The scripts (anatomy.js and anatomy_pictures.js) only draw. A
-tape that is not a complete step is left out, with a line that says why.
+the rounds of the ring from measure/report/text/ring_rounds.py. The scripts (anatomy.js and anatomy_pictures.js) only
+draw. A tape that is not a complete step is left out, with a line that says why.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from shardwise.base.errors import ShardwiseError
+from shardwise.base.vocabulary.categories import CATEGORIES, GRADS
 from shardwise.measure.bench.case_result import CaseResult
 from shardwise.measure.bench.modes import is_ours
 from shardwise.measure.bench.results import Bench
-from shardwise.base.errors import ShardwiseError
-from shardwise.plan import Plan
-from shardwise.plan.placement import Mesh, Placement, placement_of
 from shardwise.measure.profile.memory_ledger import LedgerEntry, MemoryLedger
-from shardwise.program import Kind
 from shardwise.measure.report.page.captions import beginning, caption
 from shardwise.measure.report.page.frames import flights_of, operations_of, places_of, states_of
 from shardwise.measure.report.page.html_document import asset
 from shardwise.measure.report.snapshots import STATES, Holding, bucket_label
 from shardwise.measure.report.text.ring_rounds import Round, first_cells, rounds
 from shardwise.measure.report.text.step_picture import OTHER_NAMES, in_words
-from shardwise.base.vocabulary.categories import CATEGORIES, GRADS
+from shardwise.plan import Plan
+from shardwise.plan.placement import Mesh, Placement, placement_of
+from shardwise.program import Kind
 
 MAX_RANKS = 8
 """With more ranks, the first 7 and the last are drawn, and a ring of 8 stands for theirs."""

@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
+from shardwise.base.vocabulary.quantities import bytes_text, digits, error_text, seconds_text, table_rate
 from shardwise.measure.bench.case_result import CaseResult
 from shardwise.measure.bench.results import Bench
 from shardwise.measure.report.page.axes import ticks
 from shardwise.measure.report.page.bars import Bar, BarPiece, bar_chart
 from shardwise.measure.report.page.markup import numbers_below, small, table
 from shardwise.measure.report.page.section import PageSection, section
-from shardwise.base.vocabulary.quantities import bytes_text, digits, error_text, seconds_text, table_rate
 
 
 def prediction_section(bench: Bench) -> PageSection | None:

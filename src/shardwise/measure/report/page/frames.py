@@ -6,13 +6,13 @@ A tape is checked before anything is drawn, because no picture is better than a 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
+from shardwise.base.errors import ShardwiseError
 from shardwise.measure.bench.case_result import CaseResult
 from shardwise.measure.bench.tape_spans import Happening
-from shardwise.base.errors import ShardwiseError
+from shardwise.measure.report.snapshots import Holding, RankState
 from shardwise.plan.placement import Placement
 from shardwise.program import Kind, Operation, crossing_buckets
 from shardwise.program.operations import COMPUTES, ON_BUCKETS, WAITS
-from shardwise.measure.report.snapshots import Holding, RankState
 
 # What must be held of a unit's parameters before an operation of this kind.
 _NEEDED = {Kind.FORWARD: Holding.WHOLE, Kind.BACKWARD: Holding.WHOLE, Kind.WAIT_GATHER: Holding.ON_ITS_WAY}

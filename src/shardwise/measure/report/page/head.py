@@ -3,11 +3,11 @@
 import math
 from datetime import datetime
 
+from shardwise.base.vocabulary.quantities import bytes_text, digits, seconds_text
 from shardwise.measure.bench.case_result import NOT_MEASURABLE, NOT_MEASURED, CaseResult
 from shardwise.measure.bench.results import Bench
 from shardwise.measure.report.page.markup import Markup, element, join, small, table
 from shardwise.measure.report.page.section import PageSection, exposed_text, is_chosen, off_text, section, shown
-from shardwise.base.vocabulary.quantities import bytes_text, digits, seconds_text
 
 _TOO_NOISY = "Too noisy to rank"
 _TILES = {

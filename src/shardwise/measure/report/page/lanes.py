@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
+from shardwise.base.vocabulary.quantities import second_unit, seconds_text
+from shardwise.base.vocabulary.span import QUEUES, Span
 from shardwise.measure.report.page.axes import second_ticks
 from shardwise.measure.report.page.bars import axis_text
 from shardwise.measure.report.page.markup import Markup, element, percent, title_of
-from shardwise.base.vocabulary.quantities import second_unit, seconds_text
-from shardwise.base.vocabulary.span import QUEUES, Span
 
 VERBS = {
     "forward": "forward",

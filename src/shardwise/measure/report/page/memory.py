@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
+from shardwise.base.vocabulary.categories import CATEGORIES
+from shardwise.base.vocabulary.quantities import byte_unit, bytes_text, digits_in, error_text
 from shardwise.measure.bench.case_result import CaseResult
 from shardwise.measure.bench.results import Bench
 from shardwise.measure.profile.memory_ledger import LedgerEntry, MemoryLedger, paired
@@ -10,8 +12,6 @@ from shardwise.measure.report.page.bars import Bar, BarPiece, bar_chart, key
 from shardwise.measure.report.page.markup import Markup, element, join, numbers_below, small, table
 from shardwise.measure.report.page.plots import PlotFrame, area_plot
 from shardwise.measure.report.page.section import PageSection, is_chosen, section
-from shardwise.base.vocabulary.categories import CATEGORIES
-from shardwise.base.vocabulary.quantities import byte_unit, bytes_text, digits_in, error_text
 
 _HEIGHT = 84
 # The capacity is drawn as a line up to this many times the highest bar; farther away, it would make the bars too short.

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
+from shardwise.base.vocabulary.quantities import digits, seconds_text
 from shardwise.measure.bench.case_result import NOT_MEASURABLE, NOT_MEASURED, CaseResult
 from shardwise.measure.bench.results import Bench
 from shardwise.measure.report.page.axes import second_ticks, ticks
 from shardwise.measure.report.page.bars import Bar, BarPiece, bar_chart, key
 from shardwise.measure.report.page.markup import Markup, numbers_below, table
 from shardwise.measure.report.page.section import PageSection, exposed_text, is_chosen, off_text, section
-from shardwise.base.vocabulary.quantities import digits, seconds_text
 
 
 def throughput_section(bench: Bench) -> PageSection | None:

@@ -7,14 +7,14 @@ Its exposed communication is what the page shows for the case everywhere (CaseRe
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardwise.base.vocabulary.quantities import seconds_text
+from shardwise.base.vocabulary.span import Span, busy_seconds, exposed_gaps
 from shardwise.measure.bench.case_result import CaseResult
 from shardwise.measure.bench.results import Bench
 from shardwise.measure.report.page.bars import key
 from shardwise.measure.report.page.lanes import VERBS, kind_of, lane_chart, time_axis
 from shardwise.measure.report.page.markup import Markup, element, numbers_below, table
 from shardwise.measure.report.page.section import PageSection, section
-from shardwise.base.vocabulary.quantities import seconds_text
-from shardwise.base.vocabulary.span import Span, busy_seconds, exposed_gaps
 
 _MOST_SHOWN = 6
 """Further cases are folded."""

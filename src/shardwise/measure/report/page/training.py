@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+from shardwise.base.vocabulary.quantities import scientific
 from shardwise.measure.bench.case_result import CaseResult
 from shardwise.measure.bench.results import Bench
 from shardwise.measure.report.page.axes import Tick, between, round_step
@@ -10,7 +11,6 @@ from shardwise.measure.report.page.bars import key
 from shardwise.measure.report.page.markup import Markup, join, numbers_below, small, table
 from shardwise.measure.report.page.plots import Curve, PlotFrame, curve_plot
 from shardwise.measure.report.page.section import PageSection, section
-from shardwise.base.vocabulary.quantities import scientific
 
 _HEIGHT = 160
 _NUM_COLOURS = 8

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from shardwise.planner.search.candidates import Candidate
-from shardwise.measure.report.text.plain_table import plain_table
 from shardwise.base.vocabulary.quantities import GIB, digits, fixed, significant
+from shardwise.measure.report.text.plain_table import plain_table
+from shardwise.planner.search.candidates import Candidate
 
 if TYPE_CHECKING:
     from shardwise.planner.search.frontier import FrontierPoint

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 from rich.table import Table
 
+from shardwise.base.vocabulary.categories import CATEGORIES
+from shardwise.base.vocabulary.quantities import MIB, UnitOfMeasure, error_text, table_number, table_rate, table_unit
 from shardwise.measure.bench.case_result import NOT_MEASURABLE, CaseResult
 from shardwise.measure.bench.modes import is_ours, without_mode
 from shardwise.measure.bench.results import Bench
-from shardwise.plan.placement import placement_of
 from shardwise.measure.report.text.plain_table import plain_table
-from shardwise.base.vocabulary.categories import CATEGORIES
-from shardwise.base.vocabulary.quantities import MIB, UnitOfMeasure, error_text, table_number, table_rate, table_unit
+from shardwise.plan.placement import placement_of
 
 # The number of differences that are shown; all are in the bench's JSON.
 _MOST_SHOWN = 8

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.planner.search.candidates import Candidate
-from shardwise.measure.report.text.plain_table import bar, plain_table
 from shardwise.base.vocabulary.categories import ACTIVATIONS, CATEGORIES, OTHER
 from shardwise.base.vocabulary.quantities import GIB, MIB, byte_unit, digits, fixed, step_seconds_text, table_rate
+from shardwise.measure.report.text.plain_table import bar, plain_table
+from shardwise.planner.search.candidates import Candidate
 
 if TYPE_CHECKING:
     from shardwise.planner.search.scale import Scaled

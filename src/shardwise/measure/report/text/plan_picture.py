@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
+from shardwise.measure.report.snapshots import snapshots_of
+from shardwise.measure.report.text.fp8_table import fp8_lines
+from shardwise.measure.report.text.step_picture import in_words, step_lines, sum_lines
 from shardwise.plan import Plan
 from shardwise.plan.placement import Mesh, Placement, strategy_of
 from shardwise.planner.search.chosen_text import chosen_text
 from shardwise.program.rules.context import has_states_on_host
-from shardwise.measure.report.snapshots import snapshots_of
-from shardwise.measure.report.text.fp8_table import fp8_lines
-from shardwise.measure.report.text.step_picture import in_words, step_lines, sum_lines
 from shardwise.program.spec import ROOT, ModelSpec
 
 

@@ -5,10 +5,10 @@ from typing import Any
 
 from rich.table import Table
 
-from shardwise.measure.profile.compare import Profile
-from shardwise.measure.report.text.plain_table import bar, plain_table
 from shardwise.base.vocabulary.categories import ACTIVATIONS, CATEGORIES, GATHERED
 from shardwise.base.vocabulary.quantities import error_text, step_seconds_text, table_number, table_unit
+from shardwise.measure.profile.compare import Profile
+from shardwise.measure.report.text.plain_table import bar, plain_table
 
 _BAR_WIDTH = 26
 # So that a line fits into 80 columns.

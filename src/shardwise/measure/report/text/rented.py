@@ -5,13 +5,13 @@ from typing import Any
 
 from rich.table import Table
 
+from shardwise.base.vocabulary.quantities import GIB, digits, fixed, significant
 from shardwise.hardware.prices import Price
+from shardwise.measure.report.text.plain_table import plain_table
+from shardwise.measure.report.text.verdict import in_host_memory, name_of
 from shardwise.planner.search.candidates import Candidate
 from shardwise.planner.search.rent import COUNTS, MACHINES, Wish, most_cost, most_days
 from shardwise.planner.search.training_cost import TrainingCost
-from shardwise.measure.report.text.plain_table import plain_table
-from shardwise.measure.report.text.verdict import in_host_memory, name_of
-from shardwise.base.vocabulary.quantities import GIB, digits, fixed, significant
 
 _HEADS = ("", "rent", "plan", "batch", GIB.name, "fits", "tokens/s", "days", "cost $", "±")
 

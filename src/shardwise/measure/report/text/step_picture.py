@@ -7,13 +7,13 @@ which slice.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from shardwise.base.vocabulary.quantities import GIB, KIB, MIB, TIB, UnitOfMeasure, byte_unit, fixed, fixed_text
+from shardwise.measure.report.snapshots import STATES, Holding, Snapshot, StepSnapshots, bucket_label, snapshots_of
 from shardwise.plan import Plan
 from shardwise.plan.placement import ACROSS, STRATEGIES, Mesh, Placement, Where, placement_of
 from shardwise.program import Bucket, Kind, Trigger
 from shardwise.program.operations import ON_BUCKETS, WAITS
-from shardwise.measure.report.snapshots import STATES, Holding, Snapshot, StepSnapshots, bucket_label, snapshots_of
 from shardwise.program.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
-from shardwise.base.vocabulary.quantities import GIB, KIB, MIB, TIB, UnitOfMeasure, byte_unit, fixed, fixed_text
 
 WIDTH = 80
 GLYPHS: Mapping[Holding, str] = {

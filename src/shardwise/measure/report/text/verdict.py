@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from shardwise.base.vocabulary.quantities import GIB, fixed, fixed_text, significant
 from shardwise.planner.search.candidates import Candidate, fits_host
 from shardwise.planner.search.recommend import (
     PAIR_BAND,
@@ -14,7 +15,6 @@ from shardwise.planner.search.recommend import (
     spare,
 )
 from shardwise.planner.search.request import MOST_TIMES
-from shardwise.base.vocabulary.quantities import GIB, fixed, fixed_text, significant
 
 # What is said of a recommended candidate that may not fit.
 _DOUBTS = {"tight": "borderline", "unknown": "whether it fits is not known"}

@@ -9,21 +9,21 @@ from typing import Any
 import pytest
 from measure.report.sample_bench import sample_bench
 
+from shardwise.base.vocabulary.categories import CATEGORIES
 from shardwise.measure.bench.case_result import CaseResult, UnitOutline
 from shardwise.measure.bench.results import Bench
 from shardwise.measure.bench.tape_spans import Happening
-from shardwise.models.specs.spec_store import ready_spec
-from shardwise.plan import Plan
-from shardwise.plan.placement import STRATEGIES, Mesh, Placement
 from shardwise.measure.profile.memory_ledger import LedgerEntry, MemoryLedger
-from shardwise.program import Kind, build
 from shardwise.measure.report.page.anatomy import SCRIPT, STYLE, anatomy_data
 from shardwise.measure.report.page.captions import caption
 from shardwise.measure.report.page.html_document import asset
 from shardwise.measure.report.snapshots import STATES, Holding, snapshots_of
 from shardwise.measure.report.text.ring_rounds import rounds
+from shardwise.models.specs.spec_store import ready_spec
+from shardwise.plan import Plan
+from shardwise.plan.placement import STRATEGIES, Mesh, Placement
+from shardwise.program import Kind, build
 from shardwise.program.spec import ROOT, ModelSpec
-from shardwise.base.vocabulary.categories import CATEGORIES
 
 States = list[dict[str, dict[str, str]]]
 """Before the first operation and after each: params, grads, optim → unit → what is held."""

@@ -10,9 +10,9 @@ import pytest
 from measure.report.chromium import Page, needs_chromium, page
 from measure.report.sample_bench import sample_bench
 
+from shardwise.base.vocabulary.quantities import bytes_text
 from shardwise.measure.report.page.anatomy import anatomy_data
 from shardwise.measure.report.page.document import page_of
-from shardwise.base.vocabulary.quantities import bytes_text
 
 pytestmark = needs_chromium
 

@@ -2,12 +2,12 @@ import re
 
 import pytest
 
+from shardwise.base.vocabulary.span import Span, busy_seconds, exposed_gaps
 from shardwise.measure.bench.tape_spans import Happening, recorded_spans
 from shardwise.measure.report.page.axes import between, byte_ticks, round_step, ticks
 from shardwise.measure.report.page.bars import Bar, BarPiece, bar_chart
 from shardwise.measure.report.page.lanes import lane_chart, merged
 from shardwise.measure.report.page.plots import Curve, PlotFrame, area_plot, curve_plot
-from shardwise.base.vocabulary.span import Span, busy_seconds, exposed_gaps
 
 FRAME = PlotFrame(low=0, high=10, ticks=[(0, "0"), (10, "10")], below=[(0.0, "step 1")], height=108)
 

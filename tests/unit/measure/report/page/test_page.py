@@ -8,16 +8,16 @@ from html.parser import HTMLParser
 import pytest
 from measure.report.sample_bench import sample_bench, sample_case
 
+from shardwise.base.vocabulary.quantities import bytes_text, seconds_text
+from shardwise.base.vocabulary.span import busy_seconds
 from shardwise.measure.bench.case_result import CaseResult
 from shardwise.measure.bench.results import Bench, Difference, Equivalence
 from shardwise.measure.bench.spread import Spread
-from shardwise.plan.placement import STRATEGIES
 from shardwise.measure.report.page.anatomy import anatomy_data
 from shardwise.measure.report.page.document import page_of
 from shardwise.measure.report.page.markup import Markup, data_script, element
 from shardwise.measure.report.page.timeline import timelines
-from shardwise.base.vocabulary.quantities import bytes_text, seconds_text
-from shardwise.base.vocabulary.span import busy_seconds
+from shardwise.plan.placement import STRATEGIES
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>&amp;\u2028"
 SECTIONS = ["anatomy", "numbers", "memory", "throughput", "step-time", "loss", "timeline", "step-memory", "predicted"]

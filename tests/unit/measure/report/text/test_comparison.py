@@ -6,11 +6,11 @@ import pytest
 from measure.report.sample_bench import sample_bench
 from rich.console import Console
 
+from shardwise.base.vocabulary.categories import CATEGORIES
 from shardwise.measure.bench.recommendation import recommended
 from shardwise.measure.bench.results import Bench, Difference, Equivalence
 from shardwise.measure.bench.spread import Spread
 from shardwise.measure.report.text.comparison import as_table, baseline, columns, heading, peak_table, remarks, row
-from shardwise.base.vocabulary.categories import CATEGORIES
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,9 @@
 """A plan on a model as text: the placement of each unit, and what lives in host memory."""
 
-from shardwise.plan import Plan
 from shardwise.measure.report.snapshots import snapshots_of
 from shardwise.measure.report.text.plan_picture import explain_plan, plan_as_data
 from shardwise.measure.report.text.step_picture import picture_model
+from shardwise.plan import Plan
 
 SPEC = picture_model()
 

@@ -1,7 +1,7 @@
 """The queues of a step as text: a column shows what most of its time went to."""
 
-from shardwise.measure.report.text.queue_lanes import as_data, as_lanes
 from shardwise.base.vocabulary.span import Span
+from shardwise.measure.report.text.queue_lanes import as_data, as_lanes
 
 SPANS = [
     Span("compute", "forward blocks.0", 0.0, 0.4),

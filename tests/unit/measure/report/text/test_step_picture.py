@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from shardwise.measure.report.snapshots import STATES, Holding, StepSnapshots, snapshots_of
+from shardwise.measure.report.text.step_picture import GLYPHS, OTHER_NAMES, explain, explain_as_data, picture_model
 from shardwise.models.specs.spec_store import ready_spec
 from shardwise.plan import Plan
 from shardwise.plan.placement import ACROSS, SHARDED, STRATEGIES, Mesh, placement_of
 from shardwise.program import Kind, build
-from shardwise.measure.report.snapshots import STATES, Holding, StepSnapshots, snapshots_of
-from shardwise.measure.report.text.step_picture import GLYPHS, OTHER_NAMES, explain, explain_as_data, picture_model
 from shardwise.program.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
 
 PICTURE = picture_model()

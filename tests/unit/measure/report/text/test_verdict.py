@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from shardwise.hardware import cluster_of
+from shardwise.measure.report.text.verdict import name_of, no_fit, reasons, verdict
 from shardwise.models.reference import Model
 from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES, Mesh
 from shardwise.planner.search.candidates import Candidate, candidates
 from shardwise.planner.search.recommend import Condition, Reason, Recommendation, RunnerUp, Simpler
-from shardwise.measure.report.text.verdict import name_of, no_fit, reasons, verdict
 
 EVERY = list(STRATEGIES)
 CLUSTER = cluster_of("8xh100-80gb")

@@ -1,0 +1,1 @@
+"""CONFIG.toml of `shardwise train`. No torch here."""

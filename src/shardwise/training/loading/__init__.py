@@ -1,0 +1,1 @@
+"""The samples of each rank: the distributed sampler, its permutation, and padding."""
