@@ -52,6 +52,7 @@ class _SetsUpTorch(MetaPathFinder):
         return spec
 
 
+assert "torch" not in sys.modules, "what this file imports has imported torch, which nothing sets up any more"
 sys.meta_path.insert(0, _SetsUpTorch())
 
 # Processes that tests start begin with tests/started/sitecustomize.py; not where they measure a GPU's memory, which cycles

@@ -32,7 +32,7 @@ def alike_ranks() -> Iterator[None]:
 
     with ExitStack() as patched:
         patched.enter_context(torch.backends.mkldnn.flags(enabled=True))
-        for home in ("comm.agreement", "engine.guards.first_inputs"):
+        for home in ("comm.groups.agreement", "engine.guards.first_inputs"):
             patched.enter_context(patch(f"shardwise.{home}.exchange", alike))
         patched.enter_context(
             patch("shardwise.comm.groups.agreement.largest", lambda numbers, group=None: list(numbers))

@@ -1,10 +1,10 @@
 """`pytest --reliability`: what the marked tests show goes into docs/reliability.md."""
 
 from collections.abc import Generator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-import torch
 
 from reliability.cost import cost_section
 from reliability.findings import NEEDS_GPU, Finding, readable, rows
@@ -36,7 +36,7 @@ class Recorder:
             print("\nnot all tests ran: the page is left as it was")
             return
         found = {title: rows(cases, findings=list(self.findings.values())) for title, cases in LISTS.items()}
-        cases = cases_section(found, torch_version=torch.__version__.partition("+")[0])
+        cases = cases_section(found, torch_version=version("torch").partition("+")[0])
         write({"cases": cases, "cost": cost_section()})
         missing = [f"{row.case}: {row.outcome}" for of_list in found.values() for row in of_list if not row.shown]
         if missing:
