@@ -202,7 +202,8 @@ def _with_host_memory(costs: DialCosts, dial: Dial | None, *, request: AutoReque
 def _best_dial(costs: DialCosts, *, request: AutoRequest, on_host: bool = False) -> Dial | None:
     """Return the best dial; with several passes, the better of both ways to accumulate."""
     batches = batches_of(request)
-    ways = {request.plan.accumulate_reduced, batches.samples is not None or batches.passes > 1}
+    may_reduce = not request.plan.updates_in_backward and (batches.samples is not None or batches.passes > 1)
+    ways = {request.plan.accumulate_reduced, may_reduce}
     found = []
     for reduced in sorted(ways):
         solver = Solver(

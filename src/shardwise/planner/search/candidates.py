@@ -331,7 +331,8 @@ def _passes(plan: Plan, *, batches: MicroBatches) -> list[Plan]:
     The second one needs less memory and sends more: it is taken where the first one does not fit.
     """
     has_passes = batches.passes > 1 or batches.samples is not None
-    if plan.accumulate_reduced or not has_passes or not STRATEGIES[plan.strategy].grads.is_sharded:
+    has_its_way = plan.accumulate_reduced or plan.updates_in_backward
+    if has_its_way or not has_passes or not STRATEGIES[plan.strategy].grads.is_sharded:
         return [plan]
     return [plan, replace(plan, accumulate_reduced=True)]
 

@@ -139,7 +139,9 @@ def _smaller(plan: Plan) -> list[Plan]:
         for times in dict.fromkeys((*halves, plan.micro_batch))
         if times > 1 and plan.micro_batch % times == 0
     ]
-    return [*smaller, *(replace(one, accumulate_reduced=True) for one in smaller if not plan.accumulate_reduced)]
+    if plan.accumulate_reduced or plan.updates_in_backward:
+        return smaller
+    return [*smaller, *(replace(one, accumulate_reduced=True) for one in smaller)]
 
 
 def cost_of_change(before: Candidate, found: Candidate) -> str:

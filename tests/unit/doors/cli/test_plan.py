@@ -421,6 +421,18 @@ def test_a_step_that_is_faster_with_units_as_cuda_graphs_is_said_to_be(capfd: py
     assert as_json(capfd, *asked, "1xh100-80gb", "--micro-batch", "4", "--engine", "torch")["captured"] is None
 
 
+@pytest.mark.parametrize("strategy", ["all", "auto"])
+def test_updates_inside_backward_of_several_passes_are_planned_without_a_reduction_in_each(
+    strategy: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("gpt-tiny", "--cluster", "4xh100-80gb", "--global-batch", "4096", "--budget", "2GiB")
+    plans = [
+        one["plan"] for one in as_json(capfd, *asked, "--update", "backward", "--strategy", strategy)["candidates"]
+    ]
+    assert any(plan.get("accumulate", 1) > 1 for plan in plans)
+    assert not any(plan.get("accumulate_reduced") for plan in plans)
+
+
 def test_updates_inside_backward_are_not_said_to_be_faster_with_graphs(capfd: pytest.CaptureFixture[str]) -> None:
     """They read gradients that would lie in the memory of graphs."""
     asked = ("gpt2-124m", "--cluster", "1xh200", "--strategy", "fsdp", "--micro-batch", "1", "--offload", "states")
