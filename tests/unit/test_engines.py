@@ -3,7 +3,9 @@
 import ast
 import copy
 import inspect
+import pickle
 import re
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -237,3 +239,17 @@ def test_a_model_carries_its_engine_and_so_does_a_copy_until_it_is_dropped() -> 
     assert find_engine(twin) is None
     assert require_engine(model) is state_of(model)
     assert isinstance(state_of(twin), PlainModel)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_torchs_engine_lets_its_model_go_and_a_copy_has_an_engine_of_its_own(
+    copied: Callable[[nn.Module], nn.Module],
+) -> None:
+    model: nn.Module = nn.Linear(2, 2)
+    carry_engine(model, TorchEngine(model, Plan(engine="torch")))
+    other = copied(model)
+    assert require_engine(other).model is other
+    assert require_engine(other).plan == Plan(engine="torch")
+    gone = weakref.ref(model)
+    del model
+    assert gone() is None, "only a garbage collection would free it"

@@ -1,8 +1,9 @@
 """The state of a torch module whose tensors are held by torch alone: on torch's engines, or without an engine."""
 
+import weakref
 from collections.abc import Callable, Iterator
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -38,13 +39,28 @@ class PlainModel:
     """A module with ordinary parameters or DTensors: in one process, or under torch's DDP or `fully_shard`.
 
     Reads the state that a rank holds by the methods of our engine, which describes them.
-
-    bare   the user's own module, without a wrapper
     """
 
     def __init__(self, model: nn.Module, plan: Plan | None = None) -> None:
-        self.model, self.plan = model, plan
-        self.bare: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+        self.plan = plan
+        # The model carries it: with a reference back, a model that is dropped would stay until a garbage collection.
+        self._model = weakref.ref(model)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Make the engine of a copied or a loaded model that model's own."""
+        return type(self), (self.model, self.plan)
+
+    @property
+    def model(self) -> nn.Module:
+        model = self._model()
+        assert model is not None
+        return model
+
+    @property
+    def bare(self) -> nn.Module:
+        """Return the user's own module, without a wrapper."""
+        model = self.model
+        return model.module if isinstance(model, DistributedDataParallel) else model
 
     def held(self) -> OwnedModel:
         if _in_a_job() and dist.get_world_size() > 1 and not is_on_torch(self.model):
