@@ -1,6 +1,6 @@
 """Pattern → value: settings of a plan that hold for some units only.
 
-The policy by which a model is cut into units, as a value, and its spelling in a plan.
+`UnitPolicy` is the policy by which a model is cut into units, as a value. A plan spells it so:
 
     auto                      the outermost repeated blocks of ModuleList and Sequential stacks; where that leaves
                               most of the model at the root, the large layers of its stacks as well; and large

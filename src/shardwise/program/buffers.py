@@ -2,9 +2,8 @@
 
 The engine allocates by this, the planner counts by it, and the program takes its bytes from it.
 
-Which linear layers multiply in fp8 under a plan, and why others do not.
-
-The engine, the planner and `shardwise doctor` ask the same function.
+`why_not_fp8` says which linear layers multiply in fp8 under a plan, since their weights lie last in a buffer; the
+engine, the planner and `shardwise doctor` ask it.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """The peak of a stream of allocations and releases, and its end, as lines in the batch.
 
-Scratch memory of a column sum, which is not proportional to the batch.
+`ColumnSum` is the scratch memory of a column sum, which is not proportional to the batch.
 """
 
 from collections.abc import Iterable

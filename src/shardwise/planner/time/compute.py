@@ -1,6 +1,6 @@
 """The time of one operation on a device, and on the CPU that issues it. No torch here.
 
-Matrix products in fp8, as the planner times them: the product, and the casts of its operands before it.
+A matrix product in fp8 is timed as the product, and the casts of its operands before it.
 
 A weight of N × K and M rows of input:
 
